@@ -1,0 +1,22 @@
+"""Fixtures that every room shares."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder with the published figures of the public run, laid beside the checkout in CI.
+
+    A plain clone does not have it: there the test is skipped, in CI it fails.
+    """
+    folder = Path(os.environ.get("PORTOLAN_SHARED_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        if os.environ.get("CI"):
+            pytest.fail(f"the published figures are missing: {folder}")
+        pytest.skip("published figures not present; set PORTOLAN_SHARED_DATA")
+    return folder
