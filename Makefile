@@ -1,0 +1,45 @@
+# `make setup` builds .venv from the lock; every other target calls it first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROJECT ?= demo
+STAMP := $(VENV)/.installed
+
+.PHONY: setup setup-browser demo test test-all lint bench docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Portolan needs Python 3.11 or newer; call make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+setup-browser: setup
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
+	  || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null) \
+	  || echo "No Chromium: install it with your package manager to run the page tests"
+
+demo: setup
+	$(BIN)/portolan init $(PROJECT) --recipe pocket --exist-ok
+	$(BIN)/portolan -C $(PROJECT) run
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+bench: setup
+	for file in benchmarks/*.py; do $(BIN)/python $$file --quick || exit 1; done
+
+docs: setup
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) $(PROJECT)

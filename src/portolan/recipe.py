@@ -1,0 +1,445 @@
+"""What a run is: frozen, validated settings, read from TOML, with a digest.
+
+A recipe says everything that changes a byte of the result. Where it runs (folder, number of
+processes) is not part of it.
+"""
+
+import difflib
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from portolan.canonical import digest, stringify_floats
+from portolan.errors import UsageError
+from portolan.shapes import Family, ModelConfig, ShapeError, derive_shape
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+INSTALLED_SOURCES = (
+    "stdlib-sources",
+    "stdlib-tests",
+    "stdlib-docstrings",
+    "manual-topics",
+    "package-sources",
+    "package-docstrings",
+    "package-readmes",
+    "package-licences",
+)
+LICENSE_CLASSES = (
+    "public-domain",
+    "permissive",
+    "share-alike",
+    "model-output-terms",
+    "no-derivatives",
+    "non-commercial",
+    "custom-terms",
+    "unknown",
+)
+
+
+class Settings(pydantic.BaseModel):
+    """Base of every settings table: frozen, no unknown keys, no silent conversion."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelSettings(Settings):
+    """Target model: a width of a family; `overrides` replaces single fields of the shape."""
+
+    family: Family
+    width: PositiveInt
+    overrides: dict[str, int | float] = {}
+
+
+class BudgetSettings(Settings):
+    """How long a model of a given size trains.
+
+    `per_rack` batches take 1,024 sequences a rack from `racks` (width -> racks); `fixed` takes
+    `batch_sequences`; `token_power` the largest power of two below (tokens)^0.6 / length.
+    """
+
+    tokens_per_active_param: Annotated[float, Field(gt=0)]
+    batch_policy: Literal["token_power", "per_rack", "fixed"] = "token_power"
+    batch_sequences: PositiveInt | None = None
+    racks: dict[str, int] = {}
+    reference_tokens: PositiveInt | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self) -> "BudgetSettings":
+        if self.batch_policy == "fixed" and self.batch_sequences is None:
+            raise ValueError("batch_policy 'fixed' needs batch_sequences")
+        if self.batch_policy == "per_rack" and not self.racks:
+            raise ValueError("batch_policy 'per_rack' needs the table racks: width -> racks")
+        return self
+
+
+class LadderSettings(Settings):
+    """Widths of the rungs, and how many seeds a width trains (default 1)."""
+
+    widths: tuple[PositiveInt, ...]
+    seeds: dict[str, PositiveInt] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> "LadderSettings":
+        if list(self.widths) != sorted(set(self.widths)):
+            raise ValueError(f"widths {list(self.widths)} must rise without repetition")
+        if unknown := sorted(set(self.seeds) - {str(w) for w in self.widths}):
+            raise ValueError(f"seeds names width {unknown[0]}, which is not one of the widths")
+        return self
+
+
+class OptimizerSettings(Settings):
+    """Optimizer of every run; the peak rates come from the law unless a multiplier changes them.
+
+    `hyperball_scope` has no default: one norm per expert matrix (`per_expert`) or one per layer
+    over all experts (`joint`, as in the public run by accident of stacking, marin #8621).
+    """
+
+    hyperball_scope: Literal["per_expert", "joint"]
+    hyperball_radius: Literal["current", "initial"] = "current"
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    newton_schulz_dtype: Literal["float32", "bfloat16", "compute"] = "compute"
+    beta1: Fraction = 0.90
+    beta2_guard: bool = False
+    law: Literal["aug", "may"] = "aug"
+    rate_multiplier: Annotated[float, Field(gt=0)] = 1.0
+    warmup_fraction: Fraction = 0.01
+    warmup_steps: PositiveInt | None = None
+    min_ratio: Fraction = 0.05
+    gate_router_decay: Annotated[float, Field(ge=0)] = 0.02
+    decay_start: Annotated[int, Field(ge=0)] = 0
+
+
+class TrainSettings(Settings):
+    """How a run is executed and saved."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    z_weight: Annotated[float, Field(ge=0)] = 1e-4
+    remat: bool = False
+    norm_interval_steps: PositiveInt = 10
+    temporary_checkpoint_seconds: Annotated[float, Field(gt=0)] = 900.0
+    permanent_checkpoint_steps: PositiveInt | None = None
+
+
+class EvaluationSettings(Settings):
+    """Held-out evaluation at every 5 % of a run; sequences are capped per domain."""
+
+    max_sequences_per_domain: PositiveInt = 64
+    batch_sequences: PositiveInt = 64
+
+
+class ForecastSettings(Settings):
+    """Asymptote rule: `relative` centres it at 0.60 of the best rung, `public` at 1.5 nats."""
+
+    asymptote: Literal["relative", "public"] = "relative"
+
+
+class TokenizerSettings(Settings):
+    """A byte-level BPE trained on the corpus, or the file of any `tokenizer.json`."""
+
+    vocab_size: Annotated[int, Field(ge=259)] = 512
+    file: str = ""
+    sample_bytes: PositiveInt = 4_000_000
+    bos: Literal["none", "document"] = "document"
+    eos: Literal["none", "document"] = "document"
+
+
+class SourceSettings(Settings):
+    """One source of documents.
+
+    `installed` takes its text from this machine's Python (key is one of INSTALLED_SOURCES);
+    `text`, `jsonl` and `parquet` read a folder, file or any fsspec URL in `path`.
+    """
+
+    key: str
+    kind: Literal["installed", "text", "jsonl", "parquet"]
+    path: str = ""
+    category: str = "web"
+    upstream: str = ""
+    subset: str = ""
+    revision: str = ""
+    text_field: str = "text"
+    id_field: str = ""
+    content_key: tuple[str, ...] = ()
+    extensions: tuple[str, ...] = ()
+    max_bytes: PositiveInt | None = None
+    license_spdx: str = "NOASSERTION"
+    license_raw: str = ""
+    evidence_url: str = ""
+    accept: str = ""
+    synthetic: bool = False
+    machine_translated: bool = False
+    pdf: bool = False
+    generator: str = ""
+    transform: str = ""
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self) -> "SourceSettings":
+        if self.kind == "installed" and self.key not in INSTALLED_SOURCES:
+            raise ValueError(
+                f"installed source {self.key!r} is unknown; use one of "
+                f"{', '.join(INSTALLED_SOURCES)}"
+            )
+        if self.kind != "installed" and not self.path:
+            raise ValueError(f"source {self.key!r} of kind {self.kind!r} needs a path")
+        return self
+
+
+class DataSettings(Settings):
+    """Sources and what is taken out of them before training."""
+
+    sources: tuple[SourceSettings, ...]
+    accepted_license_classes: tuple[Literal[LICENSE_CLASSES], ...] = LICENSE_CLASSES[:3]
+    max_document_bytes: PositiveInt = 16 * 1024 * 1024
+    heldout_bytes_per_domain: PositiveInt = 100_000
+    heldout_documents_per_domain: PositiveInt = 200
+    heldout_fraction_max: Fraction = 0.1
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> "DataSettings":
+        if not self.sources:
+            raise ValueError("sources is empty: name at least one source")
+        keys = [source.key for source in self.sources]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"source key {key!r} is used twice")
+        return self
+
+
+class MixtureSettings(Settings):
+    """Weights of the domains: proportional to tokens, or `weights` by source key; and the cap."""
+
+    weights: dict[str, Annotated[float, Field(ge=0)]] = {}
+    max_epochs: Annotated[float, Field(gt=0)] = 8.0
+
+
+class Recipe(Settings):
+    """Everything that a run is."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+    seed: Annotated[int, Field(ge=0)] = 0
+    data: DataSettings
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    mixture: MixtureSettings = MixtureSettings()
+    model: ModelSettings
+    budget: BudgetSettings
+    ladder: LadderSettings
+    optimizer: OptimizerSettings
+    train: TrainSettings = TrainSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    forecast: ForecastSettings = ForecastSettings()
+
+    def shape(self, width: int | None = None) -> ModelConfig:
+        """Shape of the target, or of a rung of another width without the target's overrides.
+
+        The vocabulary of every model is the tokenizer's; sequence length, window and vocabulary
+        overrides hold for the rungs too, since they must see the target's data.
+        """
+        common = {"vocab_size": self.tokenizer.vocab_size}
+        if width is None or width == self.model.width:
+            return derive_shape(
+                self.model.family, self.model.width, **common | self.model.overrides
+            )
+        shared = {k: v for k, v in self.model.overrides.items() if k in SHARED_OVERRIDES}
+        return derive_shape(self.model.family, width, **common | shared)
+
+    def canonical(self) -> dict[str, Any]:
+        """JSON object of all settings, floats as decimal strings."""
+        return stringify_floats(self.model_dump(mode="json"))
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return digest(self.canonical())
+
+
+SHARED_OVERRIDES = frozenset(
+    {
+        "sequence_length",
+        "window",
+        "head_dim",
+        "num_experts",
+        "experts_per_token",
+        "num_shared_experts",
+        "conv_taps",
+        "global_every",
+        "qb_bins",
+        "qk_multiplier",
+    }
+)
+"""Shape fields that the rungs share with the target; the others follow each rung's own width."""
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """Path of a recipe file: a `.toml` path, or the name of a recipe of this package."""
+    if name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise UsageError(f"recipe {path} does not exist", remedy="check the path")
+        return path
+    folder = Path(str(resources.files("portolan"))) / "recipes"
+    names = sorted(file.stem for file in folder.glob("*.toml"))
+    if name_or_path not in names:
+        raise UsageError(
+            f"recipe {name_or_path!r} is unknown",
+            remedy=f"use one of {', '.join(names)}, or the path of a .toml file",
+        )
+    return folder / f"{name_or_path}.toml"
+
+
+def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> Recipe:
+    """Read a recipe and apply `a.b=value` overrides.
+
+    Raises:
+        UsageError: names the key, the file, the line and the remedy.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot read recipe {path}: {error.strerror}",
+            remedy="run `portolan init DIR` first, or name the project with -C DIR",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not UTF-8 text: byte {error.start}", remedy="write the recipe as TOML text"
+        ) from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}", remedy="fix that line") from error
+    lines = _key_lines(text)
+    places = {key: f"{path}, line {line}" for key, line in lines.items()}
+    for override in overrides:
+        key = _apply_override(values, override)
+        places[key] = f"--set {override}"
+    return _validate(values, path, places)
+
+
+def _validate(values: dict, path: Path, places: dict[str, str]) -> Recipe:
+    try:
+        recipe = Recipe.model_validate_json(_json(values))
+    except pydantic.ValidationError as error:
+        raise UsageError(*_explain(error, path, places)) from None
+    try:
+        recipe.shape()
+        for width in recipe.ladder.widths:
+            recipe.shape(width)
+    except ShapeError as error:
+        place = _place_of_shape(error, recipe, path, places)
+        raise ShapeError(
+            f"{place}: {error.message}", remedy=error.remedy or "change the width or the override"
+        ) from None
+    return recipe
+
+
+def _place_of_shape(error: ShapeError, recipe: Recipe, path: Path, places: dict[str, str]) -> str:
+    for name in recipe.model.overrides:
+        if name in error.message:
+            return _place(("model", "overrides", name), path, places)
+    try:
+        recipe.shape()
+    except ShapeError:
+        return _place(("model", "width"), path, places)
+    return _place(("ladder", "widths"), path, places)
+
+
+def _json(values: dict) -> str:
+    import json
+
+    return json.dumps(values, default=str)
+
+
+def _explain(
+    error: pydantic.ValidationError, path: Path, places: dict[str, str]
+) -> tuple[str, ...]:
+    """Message of every error of a validation, each with its place and remedy."""
+    parts = []
+    for item in error.errors(include_url=False):
+        location = item["loc"]
+        key = ".".join(str(part) for part in location) or "recipe"
+        place = _place(location, path, places)
+        if item["type"] == "extra_forbidden":
+            parts.append(f"{place}: unknown key {key!r}; {_suggest(location)}")
+        elif item["type"] == "missing":
+            parts.append(f"{place}: required key {key!r} is missing; add it")
+        else:
+            value = item["input"]
+            shown = "" if isinstance(value, dict | list | tuple) else f" = {value!r}"
+            message = item["msg"].removeprefix("Value error, ")
+            parts.append(f"{place}: {key}{shown}: {message}")
+    return ("\n  ".join(parts),)
+
+
+def _place(location: tuple, path: Path, places: dict[str, str]) -> str:
+    """The most exact known place of a key: its own line, else that of an enclosing table."""
+    parts = [str(part) for part in location]
+    for end in range(len(parts), 0, -1):
+        if place := places.get(".".join(parts[:end])):
+            return place
+    return str(path)
+
+
+def _suggest(location: tuple) -> str:
+    model: Any = Recipe
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        arguments = getattr(annotation, "__args__", ())
+        model = arguments[0] if arguments else annotation
+    names = sorted(model.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known keys here: {', '.join(names)}"
+
+
+def _apply_override(values: dict, override: str) -> str:
+    key, separator, raw = override.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise UsageError(
+            f"--set {override!r} has no value", remedy="write it as --set section.key=value"
+        )
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    *parents, last = key.split(".")
+    table = values
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise UsageError(f"--set {override}: {parent!r} is not a table of the recipe")
+    table[last] = value
+    return key
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Line number of every dotted key of a TOML text; arrays of tables count from 0."""
+    lines: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    prefix = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := re.match(r"\s*\[\[\s*([^\]]+?)\s*\]\]", line):
+            name = match.group(1).replace('"', "")
+            index = counts.get(name, 0)
+            counts[name] = index + 1
+            prefix = f"{name}.{index}."
+            lines.setdefault(name, number)
+            lines[prefix[:-1]] = number
+        elif match := re.match(r"\s*\[\s*([^\]]+?)\s*\]\s*(#.*)?$", line):
+            name = match.group(1).replace('"', "")
+            prefix = f"{name}."
+            lines[name] = number
+        elif match := re.match(r"""\s*([A-Za-z0-9_."'-]+)\s*=""", line):
+            lines[prefix + match.group(1).replace('"', "").replace("'", "")] = number
+    return lines

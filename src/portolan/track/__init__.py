@@ -1,0 +1,1 @@
+"""Metrics on local disk, and bounded queues in front of remote trackers."""

@@ -1,0 +1,340 @@
+"""The loop of one run: resume, train, evaluate at the marks, save, and leave a success mark."""
+
+import contextlib
+import dataclasses
+import fcntl
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from portolan.errors import PortolanError, TrainingDiverged
+from portolan.files import read_json, storage_errors, write_json_atomic
+from portolan.model.transformer import Batch
+from portolan.optim import hyperball
+from portolan.optim.schedule import Schedule
+from portolan.track.tracker import Tracker
+from portolan.train.checkpoint import CheckpointStore
+from portolan.train.state import (
+    RunSettings,
+    TrainState,
+    flatten_state,
+    group_table,
+    initial_state,
+    resolve_compute_dtype,
+    restore_state,
+)
+from portolan.train.step import make_train_step
+
+FINISHED = "finished.json"
+
+
+class BatchSource(Protocol):
+    """Where batches come from: the step number is its whole state."""
+
+    def batches(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+        """Yield (step, batch) for start <= step < stop."""
+        ...
+
+
+class Recorder(Protocol):
+    """What the loop tells the record."""
+
+    def attempt_started(self, run_id: str, ordinal: int, start: int, restored: str) -> None:
+        """An attempt begins at `start` completed updates."""
+        ...
+
+    def attempt_ended(self, run_id: str, ordinal: int, completed: int, reason: str) -> None:
+        """An attempt ends after `completed` updates."""
+        ...
+
+    def event(self, run_id: str, kind: str, completed: int, text: str) -> None:
+        """Something happened that a reader of the record should know."""
+        ...
+
+    def checkpoint_saved(self, run_id: str, saved: Any) -> None:
+        """A permanent checkpoint is verified on disk."""
+        ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One report of a running loop, for a terminal or a log line."""
+
+    run_id: str
+    completed: int
+    steps: int
+    loss: float
+    tokens_per_second: float
+    seconds_left: float
+    evaluation: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run left: its last evaluation and where its bytes are."""
+
+    run_id: str
+    completed: int
+    evaluation: dict[str, float]
+    content_digest: str
+    train_seconds: float
+    resumed: bool
+
+
+def finished_outcome(folder: Path) -> Outcome | None:
+    """The outcome of a run that has its success mark, else None."""
+    path = folder / FINISHED
+    return Outcome(**read_json(path)) if path.is_file() else None
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run, so that two processes never train it at once."""
+    with storage_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PortolanError(
+                f"another process is training {folder.name}",
+                remedy="wait for it to end, or stop it, then run the same command again",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class TrainingLoop:
+    """One attempt at a run.
+
+    Args:
+        run: what to train.
+        folder: `runs/<run-id>` of the project.
+        data: batches by step.
+        evaluate: `(params, beta) -> {metric: value}` at every mark.
+        recorder: told of attempts, events and permanent checkpoints.
+        report: called with Progress about once a second; must be quick.
+        metadata: digests that make the checkpoint self-describing.
+    """
+
+    def __init__(
+        self,
+        run: RunSettings,
+        folder: Path,
+        data: BatchSource,
+        evaluate: Callable[[Any, Any], dict[str, float]],
+        recorder: Recorder,
+        report: Callable[[Progress], None],
+        metadata: dict[str, Any],
+    ) -> None:
+        self.run = run
+        self.folder = folder
+        self.data = data
+        self.evaluate = evaluate
+        self.recorder = recorder
+        self.report = report
+        self.metadata = metadata
+        self.schedule = Schedule(
+            horizon=run.steps, warmup_steps=run.warmup_steps, min_ratio=run.min_ratio
+        )
+        self.table = group_table(run)
+        self.optimizer = hyperball.build(self.table, run.optimizer)
+        self.store = CheckpointStore(folder, on_event=self._checkpoint_event)
+        self.completed = 0
+        self.train_seconds = 0.0
+        self.last_evaluation: dict[str, float] = {}
+
+    def __call__(self) -> Outcome:
+        """Train to the end, resuming from the newest checkpoint that validates."""
+        if done := finished_outcome(self.folder):
+            return done
+        with exclusive(self.folder):
+            return self._attempt()
+
+    def _attempt(self) -> Outcome:
+        state, restored = self._restore()
+        start = self.completed
+        ordinal = self._open_attempt(start, restored)
+        reason = "failed"
+        tracker = Tracker(self.folder, attempt=ordinal, start_row=start)
+        try:
+            state = self._train(state, tracker, ordinal)
+            saved = self._save(state, "permanent", ordinal, tracker)
+            reason = "finished"
+        except KeyboardInterrupt:
+            reason = "interrupted"
+            self._save(self._last_state, "temporary", ordinal, tracker)
+            raise
+        except TrainingDiverged as error:
+            reason = error.message
+            raise
+        finally:
+            tracker.close()
+            self._close_attempt(ordinal, start, restored, reason)
+        outcome = Outcome(
+            run_id=self.run.run_id,
+            completed=self.completed,
+            evaluation=self.last_evaluation,
+            content_digest=saved.content_digest,
+            train_seconds=self.train_seconds,
+            resumed=ordinal > 1,
+        )
+        write_json_atomic(self.folder / FINISHED, dataclasses.asdict(outcome))
+        return outcome
+
+    def _restore(self) -> tuple[TrainState, str]:
+        template = initial_state(self.run, self.optimizer)
+        found = self.store.restore()
+        if found is None:
+            return template, "fresh"
+        arrays, metadata = found
+        self.completed = int(metadata["completed"])
+        self.train_seconds = float(metadata["train_seconds"])
+        self.last_evaluation = dict(metadata["last_evaluation"])
+        return restore_state(template, arrays), f"step-{self.completed}"
+
+    def _open_attempt(self, start: int, restored: str) -> int:
+        ordinal = 1 + len(list(self.folder.glob("attempt-*.json")))
+        content = {"ordinal": ordinal, "start": start, "restored_from": restored, "end": None}
+        write_json_atomic(self.folder / f"attempt-{ordinal}.json", content)
+        self.recorder.attempt_started(self.run.run_id, ordinal, start, restored)
+        return ordinal
+
+    def _close_attempt(self, ordinal: int, start: int, restored: str, reason: str) -> None:
+        content = {
+            "ordinal": ordinal,
+            "start": start,
+            "restored_from": restored,
+            "end": self.completed,
+            "reason": reason,
+        }
+        write_json_atomic(self.folder / f"attempt-{ordinal}.json", content)
+        self.recorder.attempt_ended(self.run.run_id, ordinal, self.completed, reason)
+
+    def _train(self, state: TrainState, tracker: Tracker, ordinal: int) -> TrainState:
+        run = self.run
+        step = make_train_step(
+            run, self.optimizer, self.table, resolve_compute_dtype(run.compute_dtype)
+        )
+        marks = run.evaluation_steps()
+        self._last_save = self._last_report = time.monotonic()
+        self._last_state = state
+        for index, batch in self.data.batches(self.completed, run.steps):
+            begin = time.monotonic()
+            state, metrics = step(state, Batch(*batch), self.rates(index))
+            self._last_state = state
+            metrics = jax.device_get(metrics)
+            if not metrics["finite"]:
+                self._stop_diverged(state, metrics, ordinal, tracker)
+            seconds = time.monotonic() - begin
+            self.completed = index + 1
+            self.train_seconds += seconds
+            self._log(tracker, index, metrics, seconds)
+            evaluation = None
+            if self.completed in marks:
+                self.last_evaluation = self.evaluate(state.params, state.beta)
+                tracker.log(index, self.last_evaluation)
+                evaluation = self.last_evaluation["eval_dropless/heldout/macro_loss"]
+            self._report(metrics, seconds, evaluation)
+            self._save_if_due(state, ordinal, tracker)
+        return state
+
+    def rates(self, index: int) -> hyperball.Rates:
+        """Rates of update `index` (zero-based), from the schedule."""
+        run = self.run
+        factor = self.schedule.factor(index)
+        return hyperball.Rates(
+            eta=np.float32(run.peak_rate * factor),
+            eta_adam=np.float32(run.peak_adam_rate * factor),
+            decay=np.float32(
+                self.schedule.decay(index, initial=run.gate_router_decay, start=run.decay_start)
+            ),
+        )
+
+    def _log(self, tracker: Tracker, row: int, metrics: dict, seconds: float) -> None:
+        values = {key: float(metrics[key]) for key in metrics if key.startswith("train/")}
+        factor = self.schedule.factor(row)
+        values["rate/hyperball"] = self.run.peak_rate * factor
+        values["rate/adam"] = self.run.peak_adam_rate * factor
+        values["rate/decay"] = self.schedule.decay(
+            row, initial=self.run.gate_router_decay, start=self.run.decay_start
+        )
+        values["norm/gradient/global"] = float(metrics["norm/gradient/global"])
+        values["throughput/step_seconds"] = seconds
+        values["throughput/tokens_per_second"] = self.run.tokens_per_step / seconds
+        last = row == self.run.steps - 1
+        if row % self.run.norm_interval_steps == 0 or last:
+            for key, value in metrics.items():
+                if key.startswith("norm/"):
+                    values[key] = float(value)
+                elif key.startswith("router/"):
+                    values |= {f"{key}/{layer}": float(v) for layer, v in enumerate(value)}
+        tracker.log(row, values)
+
+    def _report(self, metrics: dict, seconds: float, evaluation: float | None) -> None:
+        now = time.monotonic()
+        if evaluation is None and now - self._last_report < 1.0:
+            return
+        self._last_report = now
+        mean_seconds = self.train_seconds / self.completed
+        self.report(
+            Progress(
+                run_id=self.run.run_id,
+                completed=self.completed,
+                steps=self.run.steps,
+                loss=float(metrics["train/cross_entropy"]),
+                tokens_per_second=self.run.tokens_per_step / mean_seconds,
+                seconds_left=mean_seconds * (self.run.steps - self.completed),
+                evaluation=evaluation,
+            )
+        )
+
+    def _save_if_due(self, state: TrainState, ordinal: int, tracker: Tracker) -> None:
+        if self.completed >= self.run.steps:
+            return
+        if self.completed % self.run.permanent_checkpoint_steps == 0:
+            self._save(state, "permanent", ordinal, tracker)
+        elif time.monotonic() - self._last_save >= self.run.temporary_checkpoint_seconds:
+            self._save(state, "temporary", ordinal, tracker)
+
+    def _save(self, state: TrainState, kind: str, ordinal: int, tracker: Tracker) -> Any:
+        tracker.flush_segment()
+        metadata = self.metadata | {
+            "completed": self.completed,
+            "row": self.completed - 1,
+            "seed": self.run.seed,
+            "train_seconds": self.train_seconds,
+            "last_evaluation": self.last_evaluation,
+            "horizon_events": [],
+        }
+        saved = self.store.save(
+            flatten_state(state), self.completed, kind=kind, attempt=ordinal, metadata=metadata
+        )
+        self._last_save = time.monotonic()
+        if kind == "permanent":
+            self.recorder.checkpoint_saved(self.run.run_id, saved)
+        return saved
+
+    def _stop_diverged(
+        self, state: TrainState, metrics: dict, ordinal: int, tracker: Tracker
+    ) -> None:
+        name = "loss" if not math.isfinite(metrics["train/loss"]) else "gradient norm"
+        self._save(state, "temporary", ordinal, tracker)
+        text = f"the {name} of update {self.completed + 1} of {self.run.run_id} is not finite"
+        self.recorder.event(self.run.run_id, "incident", self.completed, text)
+        raise TrainingDiverged(
+            f"{text}; the state before it is saved as step {self.completed}",
+            remedy="lower optimizer.rate_multiplier in the recipe and run again",
+        )
+
+    def _checkpoint_event(self, kind: str, text: str) -> None:
+        self.recorder.event(self.run.run_id, kind, self.completed, text)
