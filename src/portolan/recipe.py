@@ -108,9 +108,7 @@ class OptimizerSettings(Settings):
     newton_schulz_dtype: Literal["float32", "bfloat16", "compute"] = "compute"
     beta1: Fraction = 0.90
     beta2_guard: bool = False
-    law: Literal["aug", "may"] = "aug"
     rate_multiplier: Annotated[float, Field(gt=0)] = 1.0
-    warmup_fraction: Fraction = 0.01
     warmup_steps: PositiveInt | None = None
     min_ratio: Fraction = 0.05
     gate_router_decay: Annotated[float, Field(ge=0)] = 0.02
@@ -237,19 +235,21 @@ class Recipe(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     forecast: ForecastSettings = ForecastSettings()
 
-    def shape(self, width: int | None = None) -> ModelConfig:
-        """Shape of the target, or of a rung of another width without the target's overrides.
+    def shape_overrides(self, width: int) -> dict[str, int | float]:
+        """Shape fields set by hand for a width: all for the target, the shared ones for a rung.
 
-        The vocabulary of every model is the tokenizer's; sequence length, window and vocabulary
-        overrides hold for the rungs too, since they must see the target's data.
+        A rung must see the target's rows and routing, so it shares their fields; the others
+        follow its own width.
         """
-        common = {"vocab_size": self.tokenizer.vocab_size}
-        if width is None or width == self.model.width:
-            return derive_shape(
-                self.model.family, self.model.width, **common | self.model.overrides
-            )
-        shared = {k: v for k, v in self.model.overrides.items() if k in SHARED_OVERRIDES}
-        return derive_shape(self.model.family, width, **common | shared)
+        overrides = self.model.overrides
+        if width == self.model.width:
+            return dict(overrides)
+        return {name: value for name, value in overrides.items() if name in SHARED_OVERRIDES}
+
+    def shape(self, width: int) -> ModelConfig:
+        """Shape of the target or of a rung; the vocabulary is the tokenizer's."""
+        fields = {"vocab_size": self.tokenizer.vocab_size} | self.shape_overrides(width)
+        return derive_shape(self.model.family, width, **fields)
 
     def canonical(self) -> dict[str, Any]:
         """JSON object of all settings, floats as decimal strings."""
@@ -329,7 +329,7 @@ def _validate(values: dict, path: Path, places: dict[str, str]) -> Recipe:
     except pydantic.ValidationError as error:
         raise UsageError(*_explain(error, path, places)) from None
     try:
-        recipe.shape()
+        recipe.shape(recipe.model.width)
         for width in recipe.ladder.widths:
             recipe.shape(width)
     except ShapeError as error:
@@ -342,10 +342,10 @@ def _validate(values: dict, path: Path, places: dict[str, str]) -> Recipe:
 
 def _place_of_shape(error: ShapeError, recipe: Recipe, path: Path, places: dict[str, str]) -> str:
     for name in recipe.model.overrides:
-        if name in error.message:
+        if name in f"{error.message} {error.remedy}":
             return _place(("model", "overrides", name), path, places)
     try:
-        recipe.shape()
+        recipe.shape(recipe.model.width)
     except ShapeError:
         return _place(("model", "width"), path, places)
     return _place(("ladder", "widths"), path, places)

@@ -152,9 +152,7 @@ def _shuffle_piece(
         width = np.minimum(window_blocks, blocks_w - first_block)
         window_keys = fold(fold(_one_if_constant(keys_w), 1), _one_if_constant(windows))
         inner = permute(width * block, window_keys, indices_w - windows * window)
-        outer = permute(
-            blocks_w, fold(_one_if_constant(keys_w), 0), first_block + inner // block
-        )
+        outer = permute(blocks_w, fold(_one_if_constant(keys_w), 0), first_block + inner // block)
         result[whole] = outer * block + inner % block
     if not whole.all():
         tail = ~whole

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, EOS, PAD)
-NUM_BYTES = 256
-MINIMUM_VOCAB_SIZE = 512
+MINIMUM_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 DEFAULT_SAMPLE_BYTES = 16 << 20
 # Contractions, letters with one leading character, up to three digits, punctuation with its line
 # ends, line ends, spaces: the split used by the tokenizers of Llama 3 (arXiv 2407.21783).
@@ -118,14 +117,14 @@ def train_tokenizer(
     Special tokens come first, then the 256 byte symbols, so every Unicode text can be written.
 
     Raises:
-        UsageError: the size is under 512, or the texts hold too few distinct pairs to reach it.
+        UsageError: the size is under 259, or the texts hold too few distinct pairs to reach it.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < MINIMUM_VOCAB_SIZE:
         raise UsageError(
             f"tokenizer vocab_size is {vocab_size}",
-            remedy=f"use at least {MINIMUM_VOCAB_SIZE}: 256 byte symbols and room for merges",
+            remedy=f"use at least {MINIMUM_VOCAB_SIZE}: 256 byte symbols and the special tokens",
         )
     special = [*SPECIAL_TOKENS, *extra_special_tokens]
     tokenizer = Tokenizer(models.BPE())

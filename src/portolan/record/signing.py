@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from portolan.canonical import CanonicalError, canonical, parse
 from portolan.errors import PortolanError
 from portolan.files import fsync_directory, storage_errors
-from portolan.record.canonical import CanonicalError, canonical, parse
 
 HEAD_PAYLOAD_TYPE = "application/vnd.portolan.head.v1+json"
 
@@ -85,7 +85,7 @@ class SigningKey:
     def sign(self, payload: bytes, payload_type: str = HEAD_PAYLOAD_TYPE) -> dict[str, Any]:
         """DSSE envelope of `payload` with one signature."""
         from securesystemslib.dsse import Envelope
-        from securesystemslib.signer import Signature
+        from securesystemslib.signer import Signature  # pyright: ignore[reportPrivateImportUsage]
 
         envelope = Envelope(payload, payload_type, {})
         signature = self._private().sign(envelope.pae())
@@ -168,7 +168,8 @@ def load_head(path: Path) -> Head:
         value = parse(path.read_bytes())
     except CanonicalError as error:
         raise PortolanError(f"{path} is not a journal head: {error.message}") from error
-    payload = envelope_payload(value) if "payloadType" in value else canonical(value)
+    signed = isinstance(value, dict) and "payloadType" in value
+    payload = envelope_payload(value) if signed else canonical(value)
     return Head.from_payload(payload)
 
 

@@ -3,7 +3,7 @@
 import re
 from datetime import UTC, datetime
 
-_PATTERN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
+_PATTERN = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", re.ASCII)
 
 
 def format_time(moment: datetime) -> str:

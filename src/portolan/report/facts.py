@@ -79,6 +79,7 @@ class Run:
     total_parameters: int | None = None
     active_parameters: int | None = None
     num_steps: int | None = None
+    stop_after: int | None = None
     tokens: int | None = None
     tokens_per_step: int | None = None
     flops: float | None = None
@@ -92,8 +93,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """All planned updates are done."""
-        return self.num_steps is not None and self.completed >= self.num_steps
+        """All updates to be executed are done; a diagnostic may stop before its full plan."""
+        planned = self.stop_after or self.num_steps
+        return planned is not None and self.completed >= planned
 
     @property
     def fraction(self) -> float:
@@ -158,6 +160,7 @@ class Forecast:
     target_flops: float | None = None
     num_steps: int | None = None
     evaluations_known_before: int | None = None
+    num_conditions: int | None = None
     retrospective: bool = False
     on_failure: str = ""
     quantiles: dict[str, dict[float, dict[float, float]]] = field(default_factory=dict)

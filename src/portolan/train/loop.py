@@ -18,7 +18,7 @@ from portolan.errors import PortolanError, TrainingDiverged
 from portolan.files import read_json, storage_errors, write_json_atomic
 from portolan.model.transformer import Batch
 from portolan.optim import hyperball
-from portolan.optim.schedule import Schedule
+from portolan.optim.schedule import Rates
 from portolan.track.tracker import Tracker
 from portolan.train.checkpoint import CheckpointStore
 from portolan.train.state import (
@@ -143,9 +143,7 @@ class TrainingLoop:
         self.recorder = recorder
         self.report = report
         self.metadata = metadata
-        self.schedule = Schedule(
-            horizon=run.steps, warmup_steps=run.warmup_steps, min_ratio=run.min_ratio
-        )
+        self.schedule = run.schedule
         self.table = group_table(run)
         self.optimizer = hyperball.build(self.table, run.optimizer)
         self.store = CheckpointStore(folder, on_event=self._checkpoint_event)
@@ -200,7 +198,7 @@ class TrainingLoop:
         self.completed = int(metadata["completed"])
         self.train_seconds = float(metadata["train_seconds"])
         self.last_evaluation = dict(metadata["last_evaluation"])
-        return restore_state(template, arrays), f"step-{self.completed}"
+        return restore_state(template, arrays), self.store.restored.content_digest
 
     def _open_attempt(self, start: int, restored: str) -> int:
         ordinal = 1 + len(list(self.folder.glob("attempt-*.json")))
@@ -248,26 +246,20 @@ class TrainingLoop:
             self._save_if_due(state, ordinal, tracker)
         return state
 
-    def rates(self, index: int) -> hyperball.Rates:
+    def rates(self, index: int) -> Rates:
         """Rates of update `index` (zero-based), from the schedule."""
-        run = self.run
-        factor = self.schedule.factor(index)
-        return hyperball.Rates(
-            eta=np.float32(run.peak_rate * factor),
-            eta_adam=np.float32(run.peak_adam_rate * factor),
-            decay=np.float32(
-                self.schedule.decay(index, initial=run.gate_router_decay, start=run.decay_start)
-            ),
+        settings = self.run.optimizer
+        return self.schedule.rates(
+            index,
+            self.run.peak,
+            initial_decay=settings.gate_router_decay,
+            start=settings.decay_start,
         )
 
     def _log(self, tracker: Tracker, row: int, metrics: dict, seconds: float) -> None:
         values = {key: float(metrics[key]) for key in metrics if key.startswith("train/")}
-        factor = self.schedule.factor(row)
-        values["rate/hyperball"] = self.run.peak_rate * factor
-        values["rate/adam"] = self.run.peak_adam_rate * factor
-        values["rate/decay"] = self.schedule.decay(
-            row, initial=self.run.gate_router_decay, start=self.run.decay_start
-        )
+        for name, rate in zip(("hyperball", "adam", "decay"), self.rates(row), strict=True):
+            values[f"rate/{name}"] = float(rate)
         values["norm/gradient/global"] = float(metrics["norm/gradient/global"])
         values["throughput/step_seconds"] = seconds
         values["throughput/tokens_per_second"] = self.run.tokens_per_step / seconds

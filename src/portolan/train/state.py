@@ -10,8 +10,9 @@ import numpy as np
 
 from portolan.errors import ResumeRefused
 from portolan.model import transformer
-from portolan.optim import hyperball
 from portolan.optim.groups import GroupTable, resolve_groups
+from portolan.optim.schedule import PeakRates, Schedule
+from portolan.optim.settings import OptimizerSettings
 from portolan.shapes import ModelConfig
 from portolan.tree import flatten_paths, unflatten_paths
 
@@ -33,23 +34,17 @@ class TrainState:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """One run as the loop needs it. `rates` are peaks; the schedule lowers them over the run."""
+    """One run as the loop needs it. `peak` holds the peak rates; the schedule lowers them."""
 
     run_id: str
     role: str
     config: ModelConfig
     batch_sequences: int
     steps: int
-    peak_rate: float
-    peak_adam_rate: float
-    beta1: float
-    beta2: float
-    epsilon: float
+    peak: PeakRates
     warmup_steps: int
     min_ratio: float
-    gate_router_decay: float
-    decay_start: int
-    optimizer: "hyperball.OptimizerSettings"
+    optimizer: OptimizerSettings
     seed: int
     compute_dtype: str
     z_weight: float
@@ -62,6 +57,11 @@ class RunSettings:
     def tokens_per_step(self) -> int:
         """Tokens of one update."""
         return self.batch_sequences * self.config.sequence_length
+
+    @property
+    def schedule(self) -> Schedule:
+        """Warm-up and decay of both rates."""
+        return Schedule(self.steps, self.warmup_steps, self.min_ratio)
 
     def evaluation_steps(self) -> dict[int, float]:
         """Completed updates at which the run is evaluated -> nominal fraction of the run."""

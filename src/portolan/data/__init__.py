@@ -1,0 +1,1 @@
+"""Documents in, batches out."""

@@ -1,0 +1,1 @@
+"""The reference model: pure functions over plain trees of arrays."""

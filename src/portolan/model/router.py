@@ -1,0 +1,165 @@
+"""Choice of experts and quantile balancing.
+
+Shapes: T tokens, E experts, K experts per token, L layers. Everything here is float32 or wider.
+The choice needs no sort: K+1 rounds of "largest, first index" cost less on every device.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from portolan.shapes import COMBINE_WEIGHT_SUM, ModelConfig
+
+COMBINE_EPSILON = 1e-9
+MIN_MARGIN_RANGE = 1e-6
+
+
+class RouterMetrics(NamedTuple):
+    """Statistics over valid tokens; scalars of one layer, or [L] when stacked."""
+
+    entropy: jax.Array
+    load_balance: jax.Array
+    mean_square_lse: jax.Array
+    load_max_over_mean: jax.Array
+    margin_min: jax.Array
+    margin_max: jax.Array
+    bias_min: jax.Array
+    bias_max: jax.Array
+    drop_fraction: jax.Array
+
+
+class Routing(NamedTuple):
+    """Experts of each token, best first, their combine weights and the threshold alpha."""
+
+    experts_TK: jax.Array
+    weights_TK: jax.Array
+    threshold_T: jax.Array
+
+
+def balance_bias(beta: jax.Array) -> jax.Array:
+    """b = -beta + mean over experts, along the last axis."""
+    return jnp.mean(beta, axis=-1, keepdims=True) - beta
+
+
+def select(biased_TE: jax.Array, num_selected: int) -> tuple[jax.Array, jax.Array]:
+    """Indices [T, K] of the K largest entries, best first, and the (K+1)-th largest value [T].
+
+    Of equal entries the lower index comes first.
+    """
+    index_E = jnp.arange(biased_TE.shape[-1], dtype=jnp.int32)
+    experts = []
+    for _ in range(num_selected):
+        top = jnp.max(biased_TE, axis=-1, keepdims=True)
+        first = jnp.min(jnp.where(biased_TE == top, index_E, index_E.size), axis=-1, keepdims=True)
+        biased_TE = jnp.where(index_E == first, -jnp.inf, biased_TE)
+        experts.append(first)
+    return jnp.concatenate(experts, axis=-1), jnp.max(biased_TE, axis=-1)
+
+
+def route(logits_TE: jax.Array, bias_E: jax.Array, num_selected: int) -> Routing:
+    """Select on logits + bias, weigh on the unbiased logits.
+
+    The gradient reaches the logits only through the weights: 2.5 * sigmoid, renormalised.
+    """
+    biased = jax.lax.stop_gradient(logits_TE) + jax.lax.stop_gradient(bias_E)
+    experts_TK, threshold_T = select(biased, num_selected)
+    weights_TK = jax.nn.sigmoid(jnp.take_along_axis(logits_TE, experts_TK, axis=-1))
+    total = jnp.sum(weights_TK, axis=-1, keepdims=True) + COMBINE_EPSILON
+    return Routing(experts_TK, COMBINE_WEIGHT_SUM * weights_TK / total, threshold_T)
+
+
+class Margins(NamedTuple):
+    """Bin of each margin [T, E] (-1 for padding), the range of the bins and the valid tokens."""
+
+    bins_TE: jax.Array
+    low: jax.Array
+    high: jax.Array
+    num_valid: jax.Array
+
+
+def bin_margins(
+    logits_TE: jax.Array, threshold_T: jax.Array, valid_T: jax.Array, num_bins: int
+) -> Margins:
+    """Margins logit - threshold over `num_bins` equal bins between their global extremes."""
+    margins = logits_TE - threshold_T[:, None]
+    valid = valid_T[:, None]
+    low = jnp.min(jnp.where(valid, margins, jnp.inf))
+    high = jnp.maximum(jnp.max(jnp.where(valid, margins, -jnp.inf)), low + MIN_MARGIN_RANGE)
+    width = (high - low) / num_bins
+    bins = jnp.clip(jnp.floor((margins - low) / width), 0, num_bins - 1).astype(jnp.int32)
+    return Margins(jnp.where(valid, bins, -1), low, high, jnp.sum(valid_T, dtype=jnp.int32))
+
+
+def quantile_bins(
+    margins: Margins, num_selected: int, num_bins: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(b*, C[b*], H[b*]) per expert: the largest bin with at least T_valid K / E margins above.
+
+    Equal to the integers of a full histogram, found by bisection: the count of margins in bin b
+    or above falls with b, so log2(bins) masked counts replace a scatter-add.
+    """
+    num_experts = margins.bins_TE.shape[-1]
+    needed = -(-margins.num_valid * num_selected // num_experts)
+
+    def count(bin_E: jax.Array) -> jax.Array:
+        return jnp.sum(margins.bins_TE >= bin_E, axis=0, dtype=jnp.int32)
+
+    low = jnp.zeros(num_experts, jnp.int32)
+    high = jnp.full(num_experts, num_bins, jnp.int32)
+    for _ in range((num_bins - 1).bit_length()):
+        middle = (low + high) // 2
+        enough = count(middle) >= needed
+        low, high = jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+    above = count(low)
+    return low, above, above - count(low + 1)
+
+
+def update_beta(margins: Margins, num_selected: int, num_bins: int) -> jax.Array:
+    """New beta [E]: the upper K/E quantile of the margins of each expert.
+
+    0 without valid tokens; NaN when a margin is not finite, so that the step can be refused.
+    """
+    num_experts = margins.bins_TE.shape[-1]
+    best, above, inside = quantile_bins(margins, num_selected, num_bins)
+    quotient, remainder = jnp.divmod(margins.num_valid * num_selected, num_experts)
+    dtype = margins.low.dtype
+    surplus = (above - quotient).astype(dtype) - remainder.astype(dtype) / num_experts
+    width = (margins.high - margins.low) / num_bins
+    beta = margins.low + best * width + width * surplus / jnp.maximum(inside, 1)
+    finite = jnp.isfinite(margins.low) & jnp.isfinite(margins.high)
+    beta = jnp.where(finite, beta, jnp.nan)
+    return jnp.where(margins.num_valid > 0, beta, 0)
+
+
+def measure(
+    logits_TE: jax.Array,
+    experts_TK: jax.Array,
+    valid_T: jax.Array,
+    bias_E: jax.Array,
+    margins: Margins,
+    config: ModelConfig,
+) -> RouterMetrics:
+    """Metrics of one layer over its valid tokens; no gradient."""
+    num_experts = config.num_experts
+    valid = valid_T[:, None].astype(logits_TE.dtype)
+    count = jnp.maximum(jnp.sum(valid), 1)
+    index_E = jnp.arange(num_experts, dtype=jnp.int32)
+    chosen_TE = jnp.any(experts_TK[:, :, None] == index_E, axis=1)
+    load_E = jnp.sum(chosen_TE * valid, axis=0)
+    exponent = jnp.exp(logits_TE - jnp.max(logits_TE, axis=-1, keepdims=True))
+    total = jnp.sum(exponent, axis=-1, keepdims=True)
+    lse = jnp.log(total) + jnp.max(logits_TE, axis=-1, keepdims=True)
+    probability_E = jnp.sum(valid * exponent / total, axis=0) / count
+    share = load_E / (config.experts_per_token * count)
+    return RouterMetrics(
+        entropy=-jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0)),
+        load_balance=num_experts * jnp.sum(load_E / count * probability_E),
+        mean_square_lse=jnp.sum(valid * lse * lse) / count,
+        load_max_over_mean=jnp.max(share) * num_experts,
+        margin_min=margins.low,
+        margin_max=margins.high,
+        bias_min=jnp.min(bias_E),
+        bias_max=jnp.max(bias_E),
+        drop_fraction=jnp.zeros((), logits_TE.dtype),
+    )

@@ -1,0 +1,66 @@
+"""Norms to log and the check that constrained norms did not move; apart from the update."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from portolan.errors import TrainingDiverged
+from portolan.optim.groups import GroupTable
+from portolan.optim.hyperball import Leaves, frobenius_norm
+from portolan.tree import flatten_paths
+
+NORM_DRIFT_LIMIT = 1e-4
+"""Largest relative change of a constrained norm in one update (marin #8073)."""
+
+
+def norm_drifts(table: GroupTable, old: Any, new: Any) -> Leaves:
+    """For each constrained leaf, the largest | |W_new| / |W_old| - 1 | of its norm groups."""
+    before, after = flatten_paths(old), flatten_paths(new)
+    drifts = {}
+    for row in table.rows:
+        if row.constrained:
+            ratio = frobenius_norm(after[row.path], row.norm_axes) / frobenius_norm(
+                before[row.path], row.norm_axes
+            )
+            drifts[row.path] = jnp.max(jnp.abs(ratio - 1))
+    return drifts
+
+
+def max_norm_drift(table: GroupTable, old: Any, new: Any) -> jax.Array:
+    """The largest of `norm_drifts`, one scalar that is cheap enough for every update."""
+    return jnp.max(jnp.stack(list(norm_drifts(table, old, new).values())))
+
+
+def diagnostics(table: GroupTable, grads: Any, old: Any, new: Any) -> Leaves:
+    """Scalars to log: parameter norms after the update, gradient norms, drift of constrained norms.
+
+    Keys are `norm/parameters/<path>`, `norm/gradient/<path>`, `norm/gradient/global` and
+    `norm/drift/<path>`.
+    """
+    out = {f"norm/parameters/{path}": _norm(leaf) for path, leaf in flatten_paths(new).items()}
+    squares = {path: jnp.sum(jnp.square(leaf)) for path, leaf in flatten_paths(grads).items()}
+    out |= {f"norm/gradient/{path}": jnp.sqrt(square) for path, square in squares.items()}
+    out["norm/gradient/global"] = jnp.sqrt(jnp.sum(jnp.stack(list(squares.values()))))
+    drifts = norm_drifts(table, old, new)
+    return out | {f"norm/drift/{path}": drift for path, drift in drifts.items()}
+
+
+def check_norm_drift(drifts: Mapping[str, float], completed: int) -> None:
+    """Stop a run whose constrained norms moved.
+
+    Raises:
+        TrainingDiverged: a drift is above `NORM_DRIFT_LIMIT` or not a number.
+    """
+    for path, drift in drifts.items():
+        if not drift <= NORM_DRIFT_LIMIT:
+            raise TrainingDiverged(
+                f"the norm of {path} moved by {drift:.3g} in update {completed - 1}; at most "
+                f"{NORM_DRIFT_LIMIT:g} is rounding",
+                remedy="a norm counts some shard twice or not at all: compare with one device",
+            )
+
+
+def _norm(leaf: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(leaf)))

@@ -1,0 +1,1 @@
+"""The order of the stages, and which of them are already done."""

@@ -1,0 +1,414 @@
+"""Read a project folder into `Project`; every part may be missing.
+
+A missing file is an empty part. A damaged file becomes a line of `Project.problems`, which the
+page prints: a report must render for the run that went wrong as well.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from portolan.accounting import active_parameters, total_parameters, training_flops
+from portolan.errors import PortolanError
+from portolan.report.facts import (
+    Corpus,
+    Entry,
+    Forecast,
+    Law,
+    Project,
+    Run,
+    Score,
+    Source,
+    Verification,
+)
+from portolan.report.series import NO_SERIES, read_series
+from portolan.shapes import ModelConfig
+
+T = TypeVar("T")
+
+FORECAST_AXIS = "C = 3FT, without the output head"
+"""Name of the compute axis of the forecast: three forward passes, attention priced non-causally."""
+
+
+def as_number(value: Any) -> float | None:
+    """A finite float from a number or a decimal string, else None."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_count(value: Any) -> int | None:
+    """An integer from an integer, an integral float or its decimal string, else None."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    number = as_number(value)
+    return int(number) if number is not None and number == int(number) else None
+
+
+def as_text(value: Any) -> str:
+    """Text of a scalar; a typed quantity gives its value, anything else its JSON."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and "value" in value:
+        return as_text(value["value"])
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def first(table: Any, *names: str) -> Any:
+    """Value of the first name that a table has and that is not None."""
+    if isinstance(table, Mapping):
+        for name in names:
+            if table.get(name) is not None:
+                return table[name]
+    return None
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _rows(value: Any) -> list[Mapping[str, Any]]:
+    return [row for row in value if isinstance(row, Mapping)] if isinstance(value, list) else []
+
+
+class Folder:
+    """Reads files of one project and remembers what could not be read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.problems: list[str] = []
+
+    def name(self, path: Path) -> str:
+        """Path as a reader of the page may see it: relative to the project."""
+        return path.relative_to(self.root).as_posix()
+
+    def guard(self, path: Path, read: Callable[[Path], T], default: T) -> T:
+        """Result of `read(path)`; on damage note the problem and return the default."""
+        try:
+            return read(path)
+        except (OSError, ValueError, PortolanError) as error:
+            reason = error.message if isinstance(error, PortolanError) else str(error)
+            reason = reason.replace(str(self.root), ".")
+            self.problems.append(f"{self.name(path)} could not be read: {reason}")
+            return default
+
+    def json(self, path: Path) -> Mapping[str, Any]:
+        """Table in a JSON file, empty when the file is absent or damaged."""
+        if not path.is_file():
+            return {}
+        return _table(self.guard(path, lambda p: json.loads(p.read_bytes()), {}))
+
+
+def read_project(root: Path, verification: Mapping[str, Any] | None = None) -> Project:
+    """Read everything the page shows. `verification` is the result of checking the record."""
+    root = root.resolve()
+    folder = Folder(root)
+    corpus = _corpus(folder.json(root / "corpus" / "summary.json"))
+    run_files = sorted((root / "runs").glob("*/run.json"))
+    runs = sorted((_run(folder, path) for path in run_files), key=_run_order)
+    journal = tuple(_journal(folder, root / "record" / "journal.jsonl"))
+    forecasts = [_forecast(folder, path) for path in sorted((root / "forecasts").glob("*.json"))]
+    seq_of = {entry.id: entry.seq for entry in journal}
+    forecasts.sort(key=lambda f: (seq_of.get(f.id, -1), f.made_at, f.id))
+    target = next((run for run in runs if run.role == "target"), None)
+    score = _score(folder.json(root / "runs" / target.id / "score.json")) if target else None
+    genesis = next((entry for entry in journal if entry.type == "genesis"), None)
+    checked = _verification(verification)
+    return Project(
+        name=(genesis.text if genesis else "") or root.name,
+        corpus=corpus,
+        runs=tuple(runs),
+        forecasts=tuple(forecasts),
+        score=score,
+        journal=journal,
+        order_grade=as_text(first(verification, "order_grade", "grade"))
+        or _order_grade(folder, root / "record" / "journal.jsonl", target),
+        num_witnesses=len(list((root / "record" / "witness").glob("*"))),
+        verification=checked,
+        problems=tuple(folder.problems),
+    )
+
+
+def _run_order(run: Run) -> tuple[bool, int, int, str]:
+    return (run.role == "target", run.width or 0, run.seed or 0, run.id)
+
+
+# ---------------------------------------------------------------- corpus
+
+
+def _corpus(summary: Mapping[str, Any]) -> Corpus | None:
+    if not summary:
+        return None
+    tokenizer, store = _table(summary.get("tokenizer")), _table(summary.get("store"))
+    unigram = _table(summary.get("unigram_cross_entropy"))
+    return Corpus(
+        sources=tuple(_source(row) for row in _rows(summary.get("sources"))),
+        vocab_size=as_count(tokenizer.get("vocab_size")),
+        bytes_per_token=as_number(tokenizer.get("bytes_per_token")),
+        tokenizer_digest=as_text(tokenizer.get("digest")),
+        bos=as_text(tokenizer.get("bos")),
+        eos=as_text(tokenizer.get("eos")),
+        store_digest=as_text(store.get("digest")),
+        num_store_tokens=as_count(store.get("tokens")),
+        num_store_documents=as_count(store.get("documents")),
+        unigram_macro=as_number(unigram.get("macro")),
+        unigram_micro=as_number(unigram.get("micro")),
+    )
+
+
+def _source(row: Mapping[str, Any]) -> Source:
+    dropped = ((str(k), as_count(v) or 0) for k, v in _table(row.get("dropped")).items())
+    return Source(
+        key=as_text(row.get("key")),
+        category=as_text(row.get("category")),
+        license_spdx=as_text(row.get("license_spdx")),
+        license_class=as_text(row.get("license_class")),
+        num_documents=as_count(row.get("documents")),
+        num_bytes=as_count(row.get("bytes")),
+        num_tokens=as_count(row.get("tokens")),
+        num_heldout_documents=as_count(row.get("heldout_documents")),
+        num_heldout_tokens=as_count(row.get("heldout_tokens")),
+        dropped=tuple(sorted(dropped)),
+        epochs=as_number(row.get("epochs")),
+    )
+
+
+# ---------------------------------------------------------------- runs
+
+
+def _run(folder: Folder, path: Path) -> Run:
+    facts = folder.json(path)
+    plan, model = _table(facts.get("plan")), _table(facts.get("model"))
+    num_steps, tokens = as_count(plan.get("steps")), as_count(plan.get("tokens"))
+    metrics = folder.guard(path.parent, lambda p: read_series(p, num_steps), NO_SERIES)
+    return Run(
+        id=as_text(facts.get("id")) or path.parent.name,
+        role=as_text(facts.get("role")) or "other",
+        width=as_count(first(facts, "width") or first(model, "width")),
+        seed=as_count(facts.get("seed")),
+        num_layers=as_count(model.get("num_layers")),
+        num_experts=as_count(model.get("num_experts")),
+        experts_per_token=as_count(model.get("experts_per_token")),
+        num_steps=num_steps,
+        stop_after=as_count(plan.get("stop_after")),
+        tokens=tokens,
+        tokens_per_step=as_count(plan.get("tokens_per_step")),
+        rate_capped=bool(plan.get("lr_capped")),
+        num_attempts=len(list(path.parent.glob("attempt-*.json"))),
+        completed=metrics.completed,
+        train_seconds=metrics.train_seconds,
+        evaluations=metrics.evaluations,
+        series=metrics.series,
+        **_counts(model, plan, tokens),
+    )
+
+
+def _counts(
+    model: Mapping[str, Any], plan: Mapping[str, Any], tokens: int | None
+) -> dict[str, Any]:
+    """Parameters and compute from the shape; from the plan when the shape is incomplete."""
+    try:
+        shape = ModelConfig(**model)
+    except (TypeError, PortolanError):
+        return {
+            "total_parameters": as_count(plan.get("total_params")),
+            "active_parameters": as_count(plan.get("active_params")),
+            "flops": as_number(plan.get("flops_no_head")),
+            "flops_axis": as_text(plan.get("flops_axis")) or "as planned",
+        }
+    flops = float(training_flops(shape, tokens, "no_head")) if tokens else None
+    return {
+        "total_parameters": total_parameters(shape),
+        "active_parameters": active_parameters(shape),
+        "flops": flops,
+        "flops_axis": FORECAST_AXIS,
+    }
+
+
+# ---------------------------------------------------------------- forecast and score
+
+
+def _forecast(folder: Folder, path: Path) -> Forecast:
+    facts = folder.json(path)
+    body = _table(facts.get("body")) or facts
+    target, method = _table(body.get("target")), _table(body.get("method"))
+    metric, conditions = body.get("metric"), body.get("conditions")
+    metric_name = as_text(first(metric, "name") if isinstance(metric, Mapping) else metric)
+    quantiles = {str(name): marks for name, marks in _quantiles(body.get("quantiles")) if marks}
+    if metric_name not in quantiles and quantiles:
+        metric_name = next(
+            (n for n in quantiles if n.endswith("macro_loss")), next(iter(quantiles))
+        )
+    baseline = _table(body.get("baseline"))
+    known = _table(body.get("known_before"))
+    grade = as_text(first(body, "order_grade", "grade"))
+    return Forecast(
+        id=as_text(first(facts, "id", "forecast_id")) or _forecast_id(path),
+        made_at=as_text(body.get("made_at")),
+        title=as_text(body.get("title")),
+        metric=metric_name,
+        method=as_text(first(method, "model_name", "model", "name", "form"))
+        if method
+        else as_text(body.get("method")),
+        flops_axis=as_text(first(target, "axis", "flops_axis", "C_axis")),
+        target_flops=as_number(first(target, "C", "flops", "compute", "c")),
+        num_steps=as_count(first(target, "U", "steps", "num_steps")),
+        evaluations_known_before=_count_known(body.get("known_before")),
+        retrospective=bool(known.get("retrospective")) or "retrospective" in grade,
+        on_failure=as_text(body.get("on_failure")),
+        quantiles=quantiles,
+        baseline=_by_mark(first(baseline, "F0", "forecast")),
+        law=_law(baseline),
+        num_conditions=len(conditions) if isinstance(conditions, list) else None,
+    )
+
+
+def _forecast_id(path: Path) -> str:
+    return path.stem if path.stem.startswith("forecast:") else f"forecast:{path.stem}"
+
+
+def _count_known(value: Any) -> int | None:
+    if isinstance(value, list):
+        return len(value)
+    return as_count(
+        first(value, "count", "num", "evaluations") if isinstance(value, Mapping) else value
+    )
+
+
+def _by_mark(table: Any) -> dict[float, float]:
+    values = {}
+    for mark, value in _table(table).items():
+        place, number = as_number(mark), as_number(value)
+        if place is not None and number is not None:
+            values[round(place, 4)] = number
+    return dict(sorted(values.items()))
+
+
+def _quantiles(table: Any) -> Iterator[tuple[str, dict[float, dict[float, float]]]]:
+    for name, marks in _table(table).items():
+        rows = {as_number(mark): _by_mark(row) for mark, row in _table(marks).items()}
+        yield name, {round(m, 4): r for m, r in sorted(rows.items()) if m is not None and r}
+
+
+def _law(baseline: Mapping[str, Any]) -> Law | None:
+    scale, exponent, asymptote = (as_number(baseline.get(name)) for name in ("A", "alpha", "E"))
+    if scale is None or exponent is None or asymptote is None:
+        return None
+    return Law(asymptote=asymptote, scale=scale, exponent=exponent)
+
+
+def _score(facts: Mapping[str, Any]) -> Score | None:
+    if not facts:
+        return None
+    coverage = _table(facts.get("coverage"))
+    marks = _table(facts.get("marks"))
+    return Score(
+        outcome=as_number(first(facts, "outcome", "measured")),
+        error=as_number(first(facts, "error", "error_nats")),
+        standardised_error=as_number(facts.get("z")),
+        crps=as_number(first(facts, "crps", "CRPS")),
+        weighted_interval_score=as_number(first(facts, "wis", "WIS")),
+        coverage=tuple(
+            (str(k), number) for k, v in coverage.items() if (number := as_number(v)) is not None
+        ),
+        num_scored=as_count(first(marks, "scored") or first(facts, "num_scored", "scored_marks")),
+        num_void=as_count(first(marks, "void") or first(facts, "num_void", "void_marks")),
+        num_unverified=as_count(
+            first(marks, "unverified") or first(facts, "num_unverified", "unverified_marks")
+        ),
+        bands=tuple(_bands(first(facts, "bands", "band_per_mark", "verdict_bands"))),
+        verdict=as_text(facts.get("verdict")),
+        void_from=as_text(first(facts, "void_from", "void")),
+    )
+
+
+def _bands(value: Any) -> Iterator[tuple[float, str]]:
+    for mark, band in _table(value).items():
+        if (place := as_number(mark)) is not None:
+            yield (
+                place,
+                as_text(first(band, "band", "verdict") if isinstance(band, Mapping) else band),
+            )
+
+
+# ---------------------------------------------------------------- record
+
+
+def _journal_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            if number == len(lines) - 1:
+                return
+            raise ValueError(f"line {number} is not JSON") from error
+        yield _table(entry)
+
+
+def _journal(folder: Folder, path: Path) -> list[Entry]:
+    if not path.is_file():
+        return []
+    lines = folder.guard(path, lambda p: list(_journal_lines(p)), [])
+    return [_entry(number, line) for number, line in enumerate(lines)]
+
+
+def _entry(number: int, line: Mapping[str, Any]) -> Entry:
+    body, kind = _table(line.get("body")), as_text(line.get("type"))
+    names = ("name", "text") if kind == "genesis" else ("text", "title", "statement", "question")
+    return Entry(
+        seq=as_count(line.get("seq")) or number,
+        id=as_text(line.get("id")),
+        type=kind,
+        time=as_text(line.get("time")),
+        text=as_text(first(body, *names)),
+        kind=as_text(first(body, "kind", "role", "verdict")),
+        refs=tuple(str(ref) for ref in body.get("refs") or ()),
+        supersedes=tuple(str(ref) for ref in line.get("supersedes") or ()),
+    )
+
+
+def _order_grade(folder: Folder, path: Path, target: Run | None) -> str:
+    """`chained` when the registration stands before the target's first attempt in the journal.
+
+    A witness is not judged here: only checking the record can grant `witnessed`.
+    """
+    if not path.is_file():
+        return ""
+    lines = folder.guard(path, lambda p: list(_journal_lines(p)), [])
+    registered = [i for i, line in enumerate(lines) if line.get("type") == "registration"]
+    if not registered:
+        return ""
+    attempts = [i for i, line in enumerate(lines) if _starts_target(line, target)]
+    return "chained" if not attempts or registered[0] < attempts[0] else "retrospective"
+
+
+def _starts_target(line: Mapping[str, Any], target: Run | None) -> bool:
+    if target is None or line.get("type") != "attempt":
+        return False
+    run = as_text(_table(line.get("body")).get("run"))
+    return run in {target.id, f"run:{target.id}"}
+
+
+def _verification(result: Mapping[str, Any] | None) -> Verification | None:
+    if not result:
+        return None
+    state = as_text(first(result, "state", "status", "result")) or "unknown"
+    counts = _table(result.get("checked")).items()
+    ok = result.get("ok")
+    return Verification(
+        state=state,
+        ok=bool(ok) if ok is not None else state in {"ok", "unsigned"},
+        problems=tuple(as_text(problem) for problem in result.get("problems") or ()),
+        checked=tuple((str(k), as_count(v) or 0) for k, v in counts),
+    )
