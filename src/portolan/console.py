@@ -10,7 +10,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 LOG_INTERVAL_SECONDS = 10.0
 
+PIPE_WIDTH = 160
+
 console = Console(highlight=False, soft_wrap=True)
+if not console.is_terminal:
+    console = Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

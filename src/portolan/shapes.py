@@ -91,7 +91,7 @@ class ModelConfig:
             )
         if self.head_dim % 4:
             raise ShapeError(
-                f"head_dim = {self.head_dim} must be a multiple of 4: half of it is rotated in pairs"
+                f"head_dim = {self.head_dim} must be a multiple of 4: half is rotated in pairs"
             )
         kv = self.num_kv_heads
         for name in ("num_kv_heads_local", "num_kv_heads_global"):

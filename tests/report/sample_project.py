@@ -9,8 +9,13 @@ import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import NormalDist
 
 from portolan.accounting import active_parameters, training_flops
+from portolan.canonical import stringify_floats
+from portolan.record.journal import Journal
+from portolan.scaling.interval import LEVEL_LABELS, LEVELS
+from portolan.scaling.score import score_run
 from portolan.shapes import ModelConfig, derive_shape
 from portolan.track.tracker import Tracker
 
@@ -18,10 +23,6 @@ MADE_AT = datetime(2026, 3, 1, 10, tzinfo=UTC)
 STAGES = ("empty", "corpus", "ladder", "registered", "running", "finished")
 MARKS = tuple(range(1, 21))
 DOMAINS = ("stdlib-sources", "stdlib-tests", "package-readmes", "package-licences", "manual-topics")
-PROBABILITIES = ("0.005", "0.025", "0.05", "0.1", "0.2", "0.25", "0.5", "0.75", "0.8", "0.9",
-                 "0.95", "0.975", "0.995")  # fmt: skip
-NORMAL = (-2.576, -1.960, -1.645, -1.282, -0.842, -0.674, 0.0, 0.674, 0.842, 1.282, 1.645, 1.960,
-          2.576)  # fmt: skip
 MACRO = "eval_dropless/heldout/macro_loss"
 SCRIPT = "<script>window.hacked=1</script>"
 ASYMPTOTE, EXPONENT = 1.6, 0.08
@@ -61,23 +62,25 @@ class SampleRun:
 
     def facts(self) -> dict:
         model = {name: getattr(self.config, name) for name in ModelConfig.__dataclass_fields__}
-        return {
-            "id": self.id,
-            "role": self.role,
-            "width": self.width,
-            "seed": self.seed,
-            "model": model,
-            "plan": {
-                "steps": self.steps,
-                "tokens": self.tokens,
-                "tokens_per_step": self.tokens_per_step,
-                "active_params": active_parameters(self.config),
-                "flops_no_head": self.flops,
-                "lr_capped": False,
-            },
-            "recipe_digest": digest("recipe"),
-            "data": {"store": digest("store")},
-        }
+        return stringify_floats(
+            {
+                "id": self.id,
+                "role": self.role,
+                "width": self.width,
+                "seed": self.seed,
+                "model": model,
+                "plan": {
+                    "steps": self.steps,
+                    "tokens": self.tokens,
+                    "tokens_per_step": self.tokens_per_step,
+                    "active_params": active_parameters(self.config),
+                    "flops_no_head": self.flops,
+                    "lr_capped": False,
+                },
+                "recipe_digest": digest("recipe"),
+                "data": {"store": digest("store")},
+            }
+        )
 
     def log_metrics(self, folder: Path, completed: int) -> None:
         evaluations = {max(1, round(k * self.steps / 20)) - 1: k / 20 for k in MARKS}
@@ -167,7 +170,10 @@ TARGET = SampleRun(192, 0, "target", 600, 128)
 
 def forecast_body() -> dict:
     def row(centre: float) -> dict:
-        return {p: f"{centre + 0.012 * z:.6f}" for p, z in zip(PROBABILITIES, NORMAL, strict=True)}
+        return {
+            label: f"{centre + 0.012 * NormalDist().inv_cdf(level):.6f}"
+            for label, level in zip(LEVEL_LABELS, LEVELS, strict=True)
+        }
 
     offsets = {MACRO: 0.0} | {
         f"eval_dropless/heldout/{domain}/loss": 0.35 * (index - 2) * 0.8
@@ -220,22 +226,6 @@ def corpus_summary() -> dict:
     }  # fmt: skip
 
 
-class Journal:
-    """Lines of a journal with made-up but well-formed ids."""
-
-    def __init__(self) -> None:
-        self.lines: list[bytes] = []
-
-    def add(self, kind: str, body: dict) -> str:
-        seq = len(self.lines)
-        identity = f"{kind}:{digest(json.dumps(body, sort_keys=True))}"
-        previous = hashlib.sha256(self.lines[-1]).hexdigest() if self.lines else "0" * 64
-        line = {"body": body, "id": identity, "prev": previous, "seq": seq, "supersedes": [],
-                "time": f"2026-03-01T10:{seq:02d}:00.000Z", "type": kind, "v": 1}  # fmt: skip
-        self.lines.append(json.dumps(line, sort_keys=True, separators=(",", ":")).encode())
-        return identity
-
-
 def _write_run(root: Path, run: SampleRun, completed: int) -> None:
     folder = root / "runs" / run.id
     folder.mkdir(parents=True)
@@ -256,45 +246,46 @@ def build_sample(root: Path, stage: str, *, name: str = "Harbour pilot") -> Path
     root.mkdir(parents=True)
     if reached == 0:
         return root
-    journal = Journal()
-    journal.add("genesis", {"name": name, "key": "00" * 32})
+    journal = Journal.create(root / "record", name, time=moment(0), schema=False)
     _write_json(root / "corpus" / "summary.json", corpus_summary())
-    journal.add("artifact", {"kind": "dataset", "text": "token store"})
+    journal.append("artifact", {"kind": "dataset", "text": "token store"}, time=moment(1))
     if reached >= 2:
         for index, run in enumerate(RUNGS):
             half = stage == "ladder" and index >= 2
             completed = run.steps if not half else (run.steps // 2 if index == 2 else 0)
             _write_run(root, run, completed)
-            journal.add("attempt", {"run": run.id, "ordinal": 1, "text": f"rung {run.id} starts"})
+            _write_attempt(journal, run, index + 2)
     if reached >= 3:
         body = forecast_body()
-        identity = journal.add("forecast", body)
-        _write_json(root / "forecasts" / f"{identity.partition(':')[2]}.json", body)
-        journal.add(
-            "registration", {"text": "Plan and forecast are sealed", "forecasts": [identity]}
-        )
+        identity = journal.append("forecast", body, time=moment(10))
+        path = root / "forecasts" / f"{identity.partition(':')[2][:16]}.json"
+        _write_json(path, body | {"id": identity})
+        run = {"name": TARGET.id, "lineage": "sample", "text": "The target"}
+        journal.append("run", run, time=moment(11))
+        registration = {
+            "text": "Plan and forecast are sealed",
+            "lineage": "sample",
+            "forecasts": [identity],
+        }
+        journal.append("registration", registration, time=moment(12))
         completed = {"registered": 0, "running": TARGET.steps // 2}.get(stage, TARGET.steps)
         _write_run(root, TARGET, completed)
     if reached >= 4:
-        journal.add("attempt", {"run": TARGET.id, "ordinal": 1, "text": "The target starts"})
+        _write_attempt(journal, TARGET, 20)
     if reached >= 5:
-        journal.add("event", {"kind": "decision", "text": "The target is finished"})
-        measured = TARGET.loss(1.0)
-        median = law(TARGET.flops) - 0.006
-        _write_json(
-            root / "runs" / TARGET.id / "score.json",
-            {
-                "outcome": measured,
-                "median": median,
-                "error": measured - median,
-                "z": (measured - median) / 0.012,
-                "CRPS": 0.004,
-                "WIS": 0.003,
-                "coverage": {"0.5": 0.6, "0.8": 0.85, "0.95": 1.0},
-                "bands": {f"{k / 20:.2f}": "green" for k in MARKS},
-                "verdict": "clear",
-            },
-        )
-    (root / "record").mkdir()
-    (root / "record" / "journal.jsonl").write_bytes(b"\n".join(journal.lines) + b"\n")
+        decision = {"kind": "decision", "text": "The target is finished"}
+        journal.append("event", decision, time=moment(30))
+        marks = {f"{k / 20:.2f}": TARGET.loss(k / 20) for k in MARKS}
+        score = stringify_floats(score_run(forecast_body(), marks))
+        _write_json(root / "runs" / TARGET.id / "score.json", score)
+    journal.sign_head()
     return root
+
+
+def _write_attempt(journal: Journal, run: SampleRun, minute: int) -> None:
+    body = {"run": run.id, "ordinal": 1, "text": f"attempt 1 at {run.id} starts"}
+    journal.append("attempt", body, time=moment(minute))
+
+
+def moment(minute: int) -> str:
+    return f"2026-03-01T10:{minute:02d}:00.000Z"

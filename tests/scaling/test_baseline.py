@@ -153,10 +153,7 @@ def test_the_later_of_two_evaluations_is_kept(public_points):
             (width, steps_flops, curves.snap(points))
             for (width, points), steps_flops in zip(
                 earlier.items(),
-                (
-                    derive(width, 791, "ladder", "per_rack").flops_no_head
-                    for width in earlier
-                ),
+                (derive(width, 791, "ladder", "per_rack").flops_no_head for width in earlier),
                 strict=True,
             )
         )

@@ -1,8 +1,11 @@
 """Rungs against the public ladder (marin #8435, #7856) and the micro family."""
 
 import dataclasses
+import itertools
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -80,7 +83,7 @@ def test_public_rungs(width):
 def test_axes_of_the_target_and_compute_ratios():
     rungs = [public(width) for width in GOLDEN]
     assert rungs[-1].flops_6nt == pytest.approx(2.4591e24, rel=2e-5)
-    ratios = [b.flops_no_head / a.flops_no_head for a, b in zip(rungs, rungs[1:], strict=False)]
+    ratios = [b.flops_no_head / a.flops_no_head for a, b in itertools.pairwise(rungs)]
     assert ratios == pytest.approx([6.51, 8.00, 5.60, 337], rel=2e-3)
     share = sum(rung.flops_no_head for rung in rungs[:-1]) / rungs[-1].flops_no_head
     assert 100 * share == pytest.approx(0.357, abs=5e-4)
@@ -249,3 +252,12 @@ def test_plan_is_plain_json():
     assert "config" not in plan
     names = {field.name for field in dataclasses.fields(ladder.Rung)}
     assert set(ladder.DERIVED_FIELDS) | set(ladder.INPUT_FIELDS) == names
+
+
+def test_planning_and_forecasting_need_no_accelerator_library():
+    program = (
+        "import sys, portolan.accounting, portolan.scaling.score; "
+        "sys.exit(sorted({'jax', 'orbax', 'polars'} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""A toy training run that is killed for real. Run by path; reads cases from standard input.
+"""A toy training run that is killed for real: one JSON case per input line, one result each.
 
 The libraries are loaded once; every case is a forked child, so that a SIGKILL ends only that.
 """
@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,7 @@ def arm(phase: str) -> None:
         kill()
 
 
-def train(case: dict) -> dict:
+def train(case: dict, writer: int) -> None:
     """Train to the end; report where it started, how often a save failed, and the final state."""
     saving = [0]
     phase = case.get("phase", "")
@@ -70,6 +71,7 @@ def train(case: dict) -> dict:
     store = CheckpointStore(case["folder"], on_phase=on_phase)
     found = store.restore()
     state, start = (FIRST, 0) if found is None else (found[0], found[1]["completed"])
+    os.write(writer, json.dumps({"start": start}).encode() + b"\n")
     failures = 0
     for step in range(start, case["num_steps"]):
         if step == case.get("kill_at"):
@@ -85,7 +87,8 @@ def train(case: dict) -> dict:
             except StorageError:
                 failures += 1
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    return {"start": start, "failures": failures, "digest": content_digest(state)}
+    result = {"failures": failures, "digest": content_digest(state)}
+    os.write(writer, json.dumps(result).encode() + b"\n")
 
 
 def run_forked(case: dict) -> dict:
@@ -93,21 +96,26 @@ def run_forked(case: dict) -> dict:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        os.write(writer, json.dumps(train(case)).encode())
-        os._exit(0)
+        try:
+            train(case, writer)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        text = pipe.read()
+        lines = [json.loads(line) for line in pipe]
     status = os.waitpid(child, 0)[1]
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    return {"killed": killed, "status": status, **(json.loads(text) if text else {})}
+    return {"killed": killed} | {key: line[key] for line in lines for key in line}
 
 
 def main() -> None:
     import orbax.checkpoint
 
     assert orbax.checkpoint
-    json.dump([run_forked(case) for case in json.load(sys.stdin)], sys.stdout)
+    for line in sys.stdin:
+        print(json.dumps(run_forked(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

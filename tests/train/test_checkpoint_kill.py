@@ -26,105 +26,98 @@ PHASES = [
     "P8",
     "P8:moved",
 ]
-# Up to here the save of step 30 has no marker and the run restarts from step 20.
+# Up to here a save has no marker and the run goes on from the one before.
 UNMARKED = PHASES[: PHASES.index("P5") + 1]
 
 
-def run_cases(cases: list[dict]) -> list[dict]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(CHILD)],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def run():
+    """Runs a case in a process of its own, which may be killed."""
+    command = [sys.executable, "-W", "ignore", str(CHILD)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def run_case(folder: Path, kind: str, num_steps: int, every: int = 10, **faults) -> dict:
+            case = {"folder": str(folder), "kind": kind, "num_steps": num_steps, "every": every}
+            process.stdin.write(json.dumps(case | faults) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield run_case
+        process.stdin.close()
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> str:
+def uninterrupted(run, tmp_path_factory) -> dict[int, str]:
+    """Digest of the final state by number of steps."""
     folder = tmp_path_factory.mktemp("whole")
-    case = {"folder": str(folder), "kind": "permanent", "num_steps": 40, "every": 20}
-    return run_cases([case])[0]["digest"]
+    return {
+        num_steps: run(folder / str(num_steps), "permanent", num_steps, num_steps)["digest"]
+        for num_steps in (30, 40, 300)
+    }
 
 
-@pytest.mark.parametrize("kind", ["temporary", "permanent"])
-def test_killed_in_any_phase_resumes_from_newest_marked_step(kind, tmp_path, uninterrupted):
-    phases = PHASES if kind == "temporary" else [p for p in PHASES if p != "P8:moved"]
-    cases = []
-    for phase in phases:
-        folder = str(tmp_path / phase.replace(":", "-"))
-        case = {"folder": folder, "kind": kind, "num_steps": 40, "every": 10}
-        cases += [case | {"phase": phase, "at_save": 30}, case]
-    results = run_cases(cases)
-    for phase, killed, resumed in zip(phases, results[::2], results[1::2], strict=True):
-        assert killed["killed"], (phase, killed)
-        assert resumed["start"] == (20 if phase in UNMARKED else 30), phase
-        assert resumed["digest"] == uninterrupted, phase
-        folder = tmp_path / phase.replace(":", "-")
-        assert [p.name for p in (folder / "checkpoints/staging").iterdir()] == ["lock"], phase
-        kept = [saved.step for saved in CheckpointStore(folder).list_saved()]
-        assert kept == ([40, 30] if kind == "temporary" else [40, 30, 20, 10]), phase
+@pytest.mark.parametrize("phase", PHASES[:-1])
+def test_permanent_save_killed(phase, run, tmp_path, uninterrupted):
+    assert run(tmp_path, "permanent", 30, phase=phase, at_save=20)["killed"]
+    resumed = run(tmp_path, "permanent", 30)
+    assert resumed["start"] == (10 if phase in UNMARKED else 20)
+    assert resumed["digest"] == uninterrupted[30]
+    assert [path.name for path in (tmp_path / "checkpoints/staging").iterdir()] == ["lock"]
+    assert [saved.step for saved in CheckpointStore(tmp_path).list_saved()] == [30, 20, 10]
 
 
-def test_first_save_killed_before_its_marker_starts_again(tmp_path, uninterrupted):
-    case = {"folder": str(tmp_path), "kind": "permanent", "num_steps": 40, "every": 10}
-    killed, resumed = run_cases([case | {"phase": "P5", "at_save": 10}, case])
-    assert killed["killed"]
-    assert resumed["start"] == 0
-    assert resumed["digest"] == uninterrupted
-
-
-def test_prune_killed_and_repeated_keeps_the_kept_set(tmp_path):
-    case = {"folder": str(tmp_path), "kind": "temporary", "num_steps": 40, "every": 10}
-    results = run_cases(
-        [
-            case | {"phase": "P8:moved", "at_save": 30},
-            case | {"phase": "P8:moved", "at_save": 40},
-            case,
-        ]
-    )
-    assert [result["killed"] for result in results] == [True, True, False]
+@pytest.mark.parametrize("phase", ["P4:during", "P5", "P8", "P8:moved"])
+def test_temporary_save_or_prune_killed(phase, run, tmp_path, uninterrupted):
+    assert run(tmp_path, "temporary", 40, phase=phase, at_save=30)["killed"]
+    resumed = run(tmp_path, "temporary", 40)
+    assert resumed["start"] == (20 if phase in UNMARKED else 30)
+    assert resumed["digest"] == uninterrupted[40]
+    assert [path.name for path in (tmp_path / "checkpoints/staging").iterdir()] == ["lock"]
     assert [saved.step for saved in CheckpointStore(tmp_path).list_saved()] == [40, 30]
 
 
-def test_redone_work_is_the_distance_to_the_last_save(tmp_path):
-    case = {"folder": str(tmp_path), "kind": "permanent", "num_steps": 300, "every": 25}
-    kills = [60, 145, 240]
-    results = run_cases([*(case | {"kill_at": step} for step in kills), case])
-    starts = [result.get("start") for result in results]
+def test_prune_killed_again_and_again_keeps_the_kept_set(run, tmp_path):
+    for at_save in (30, 40):
+        killed = run(tmp_path, "temporary", 40, phase="P8:moved", at_save=at_save)
+        assert killed["killed"]
+        newest = [saved.step for saved in CheckpointStore(tmp_path).list_saved()]
+        assert newest == [at_save, at_save - 10]
+
+
+def test_first_save_killed_before_its_marker_starts_again(run, tmp_path, uninterrupted):
+    assert run(tmp_path, "permanent", 30, phase="P5", at_save=10)["killed"]
+    resumed = run(tmp_path, "permanent", 30)
+    assert (resumed["start"], resumed["digest"]) == (0, uninterrupted[30])
+
+
+def test_redone_work_is_the_distance_to_the_last_save(run, tmp_path, uninterrupted):
     redone = []
-    for kill_at, following in zip(kills, range(1, 4), strict=True):
-        store = CheckpointStore(tmp_path)
-        newest = max(s.step for s in store.list_saved() if s.step <= kill_at)
-        redone.append(kill_at - newest)
-        assert results[following - 1]["killed"]
+    for kill_at in (60, 145, 240):
+        assert run(tmp_path, "permanent", 300, 25, kill_at=kill_at)["killed"]
+        redone.append(kill_at - CheckpointStore(tmp_path).latest().step)
+    resumed = run(tmp_path, "permanent", 300, 25)
     assert redone == [10, 20, 15]
-    assert starts[-1] == 225
-    whole = run_cases([case | {"folder": str(tmp_path / "whole"), "every": 150}])
-    assert results[-1]["digest"] == whole[0]["digest"]
+    assert (resumed["start"], resumed["digest"]) == (225, uninterrupted[300])
 
 
-def test_full_disk_fails_the_save_and_training_goes_on(tmp_path, uninterrupted):
-    case = {"folder": str(tmp_path), "kind": "permanent", "num_steps": 40, "every": 10}
-    (result,) = run_cases([case | {"full_at": 20}])
-    assert (result["failures"], result["digest"]) == (1, uninterrupted)
-    assert [saved.step for saved in CheckpointStore(tmp_path).list_saved()] == [40, 30, 10]
+def test_full_disk_fails_the_save_and_training_goes_on(run, tmp_path, uninterrupted):
+    result = run(tmp_path, "permanent", 30, full_at=20)
+    assert (result["failures"], result["digest"]) == (1, uninterrupted[30])
+    assert [saved.step for saved in CheckpointStore(tmp_path).list_saved()] == [30, 10]
 
 
 def test_second_process_may_not_save_to_the_same_run(tmp_path):
     store = CheckpointStore(tmp_path)
     store.save({"w": [1.0]}, 1)
     code = (
-        "import sys; from portolan.train.checkpoint import CheckpointStore as S;"
-        "S(sys.argv[1]).save({'w': [2.0]}, 2)"
+        "import sys, pathlib; from portolan.train.staging import acquire_writer_lock as lock;"
+        "lock(pathlib.Path(sys.argv[1]))"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [sys.executable, "-c", code, str(tmp_path / "checkpoints/staging")]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "is already saving checkpoints" in refused.stderr
     store.close()
     subprocess.run(command, check=True, capture_output=True)
-    assert CheckpointStore(tmp_path).latest().step == 2

@@ -23,6 +23,7 @@ from portolan.data.installed import forget_listings
 from portolan.data.normalize import normalize_source
 from portolan.data.provenance import provenance_row, read_provenance, write_provenance
 from portolan.data.sources import DigestCache, Source, check_settings, resolve_source
+from portolan.data.workers import WorkerPool
 from portolan.errors import PortolanError, UsageError
 from portolan.recipe import DataSettings
 
@@ -134,20 +135,21 @@ def curate_documents(
         sum(file.size for source in resolved for file in source.files),
         True,
     )
-    normalized = []
-    for source in resolved:
-        folder, manifest, skipped = normalize_source(
-            source, settings.seed, corpus / "documents", workers=workers
-        )
-        normalized.append(NormalizedSource(source.key, folder, manifest))
-        counts = manifest["counts"]
-        clock.finish("normalise", source.key, counts["read"], counts["kept_text_bytes"], skipped)
-    sources = in_key_order(normalized)
-    if not any(source.kept for source in sources):
-        raise UsageError(
-            "no source has any text on this machine", remedy="name other sources in the recipe"
-        )
-    return _combine(settings, corpus, resolved, sources, workers, clock)
+    with WorkerPool(workers) as pool:
+        normalized = []
+        for source in resolved:
+            folder, manifest, skipped = normalize_source(
+                source, settings.seed, corpus / "documents", pool
+            )
+            normalized.append(NormalizedSource(source.key, folder, manifest))
+            counts = manifest["counts"]
+            num_bytes = counts["kept_text_bytes"]
+            clock.finish("normalise", source.key, counts["read"], num_bytes, skipped)
+        if not any(source.kept for source in normalized):
+            raise UsageError(
+                "no source has any text on this machine", remedy="name other sources in the recipe"
+            )
+        return _combine(settings, corpus, resolved, in_key_order(normalized), pool, clock)
 
 
 def _resolve(settings: DataSettings, project_folder: Path, corpus: Path) -> list[Source]:
@@ -161,7 +163,7 @@ def _combine(
     corpus: Path,
     resolved: Sequence[Source],
     sources: Sequence[NormalizedSource],
-    workers: int,
+    workers: WorkerPool,
     clock: _Clock,
 ) -> CuratedCorpus:
     """The steps across sources."""
@@ -170,7 +172,7 @@ def _combine(
     dup_folder, dup_manifest, skipped = find_duplicates(sources, corpus / "attributes")
     clock.finish("dedup", "", num_documents, 0, skipped)
     heldout_folder, heldout_manifest, skipped = take_heldout(
-        sources, dup_folder, dup_manifest["key"], settings, corpus / "heldout", workers=workers
+        sources, dup_folder, dup_manifest["key"], settings, corpus / "heldout", workers
     )
     clock.finish("heldout", "", num_documents, num_bytes, skipped)
     train_folder, train_manifest, skipped = _write_train(

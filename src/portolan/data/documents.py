@@ -107,8 +107,8 @@ class ShardWriter:
             schema,
             compression="zstd",
             compression_level=3,
-            use_dictionary=[name for name in ("license",) if name in schema.names],
-            write_statistics=["id"] if "id" in schema.names else False,
+            use_dictionary=[name for name in ("license",) if name in schema.names],  # pyright: ignore
+            write_statistics=["id"],  # pyright: ignore
             version="2.6",
             data_page_version="1.0",
             data_page_size=1 << 20,

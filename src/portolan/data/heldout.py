@@ -30,7 +30,7 @@ from portolan.data.documents import (
     write_shard,
 )
 from portolan.data.normalize import Budget, location_rank
-from portolan.data.workers import ordered_map
+from portolan.data.workers import WorkerPool
 from portolan.errors import UsageError
 from portolan.recipe import DataSettings
 
@@ -192,8 +192,7 @@ def take_heldout(
     dedup_key: str,
     settings: DataSettings,
     heldout_folder: Path,
-    *,
-    workers: int = 1,
+    workers: WorkerPool,
 ) -> tuple[Path, dict[str, Any], bool]:
     """Write the held-out documents of each domain and the training documents too close to them.
 
@@ -247,7 +246,7 @@ def _build(
     duplicates: Path,
     settings: DataSettings,
     folder: Path,
-    workers: int,
+    workers: WorkerPool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shards: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -288,7 +287,7 @@ def _find_near(
     duplicates: Path,
     texts: Sequence[str],
     owners: Sequence[tuple[str, str]],
-    workers: int,
+    workers: WorkerPool,
 ) -> tuple[dict[tuple[str, str], pa.Table], dict[str, Any]]:
     """Near-copies by source and shard, and the largest overlaps that stay in training."""
     index = WindowIndex.build(texts)
@@ -307,7 +306,7 @@ def _find_near(
         )
         for source, name in places
     ]
-    scans = list(ordered_map(scan_shard, tasks, workers))
+    scans = list(workers.map(scan_shard, tasks))
     num_documents = sum(count for count, _ in scans)
     judge = _Judge(index, owners, num_documents, [hit for _, hits in scans for hit in hits])
     near: dict[tuple[str, str], pa.Table] = {}

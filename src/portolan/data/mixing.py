@@ -18,8 +18,8 @@ SECOND_MULTIPLIER = 0x94D049BB133111EB
 NUM_FEISTEL_ROUNDS = 6
 BLOCK_TOKENS = 1 << 20
 WORD_MASK = (1 << 64) - 1
-# Long inputs are worked through in pieces that stay in the second-level cache.
-PIECE_LENGTH = 1 << 13
+# Long inputs are worked through in pieces that stay in the cache of one core.
+PIECE_LENGTH = 1 << 14
 MAX_SIZE = 1 << 53
 
 
@@ -74,8 +74,8 @@ def permute(size: Any, key: Any, index: Any) -> Words:
     result = np.empty(indices.shape, np.uint64)
     flat = (result.reshape(-1), sizes.reshape(-1), keys.reshape(-1), indices.reshape(-1))
     for start in range(0, result.size, PIECE_LENGTH):
-        out, *inputs = (array[start : start + PIECE_LENGTH] for array in flat)
-        out[:] = _permute_piece(*inputs)
+        out, size, key, index = (array[start : start + PIECE_LENGTH] for array in flat)
+        out[:] = _permute_piece(size, key, index)
     return result
 
 
@@ -132,8 +132,10 @@ def shuffle_blocks(
     result = np.empty(indices.shape, np.uint64)
     flat = (result.reshape(-1), sizes.reshape(-1), keys.reshape(-1), indices.reshape(-1))
     for start in range(0, result.size, PIECE_LENGTH):
-        out, *inputs = (array[start : start + PIECE_LENGTH] for array in flat)
-        out[:] = _shuffle_piece(*inputs, np.uint64(block_sequences), np.uint64(window_blocks))
+        out, size, key, index = (array[start : start + PIECE_LENGTH] for array in flat)
+        out[:] = _shuffle_piece(
+            size, key, index, np.uint64(block_sequences), np.uint64(window_blocks)
+        )
     return result
 
 

@@ -5,6 +5,7 @@ default lattice of 49,152 = 2^15 + 2^14 and its phases follow the public run of 
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from portolan.errors import UsageError
+from portolan.data.mixture_design import MixtureError, round_to_lattice, sort_names
 from portolan.files import read_json, write_json_atomic
 
 FORMAT = "portolan-mixture"
@@ -27,15 +28,6 @@ CAP_TOLERANCE = 1e-8
 FLOAT_TOLERANCE = 1e-9
 MINIMUM_BLOCK_SEQUENCES = 64
 BLOCKS_PER_RUN = 40
-
-
-class MixtureError(UsageError):
-    """A mixture that is inconsistent, or not made for this store, tokenizer or run."""
-
-
-def sort_names(names: Collection[str]) -> list[str]:
-    """Cell names in byte order, the order that every index refers to."""
-    return sorted(names, key=str.encode)
 
 
 @dataclass(frozen=True)
@@ -209,11 +201,7 @@ def structure_problems(mixture: Mixture) -> list[str]:
     if min(mixture.lattice, mixture.block_sequences, mixture.sequence_length) < 1:
         problems.append("lattice, block_sequences and sequence_length must be positive")
     starts = [phase.start_step for phase in mixture.phases]
-    if (
-        not starts
-        or starts[0] != 0
-        or any(b <= a for a, b in zip(starts, starts[1:], strict=False))
-    ):
+    if not starts or starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts)):
         problems.append(f"phases start at steps {starts}: need 0 first, then increasing")
     if set(mixture.dropped_cells) - names:
         problems.append(f"dropped_cells name unknown cells {set(mixture.dropped_cells) - names}")
@@ -338,50 +326,6 @@ def micro_block(steps: int, batch_sequences: int) -> int:
     """Block for runs of a few thousand sequences: max(64, largest power of two <= U*B/40)."""
     fortieth = steps * batch_sequences // BLOCKS_PER_RUN
     return max(MINIMUM_BLOCK_SEQUENCES, 1 << max(0, fortieth.bit_length() - 1))
-
-
-def round_to_lattice(
-    weights: Mapping[str, float | int], lattice: int, *, capped: Collection[str] = ()
-) -> dict[str, int]:
-    """Integer counts with sum `lattice`: capped cells are floored, largest remainder for the rest.
-
-    Weights need not sum to 1. Integer weights are handled exactly. Ties go by name.
-    """
-    names = sort_names(weights)
-    total = sum(weights.values()) if _all_integers(weights) else math.fsum(weights.values())
-    if not total > 0:
-        raise MixtureError("all weights are 0", remedy="give at least one cell a weight")
-    exact = {name: divmod(weights[name] * lattice, total) for name in names}
-    counts = {name: int(quotient) for name, (quotient, _) in exact.items()}
-    free = [name for name in names if name not in set(capped) and weights[name] > 0]
-    missing = lattice - sum(counts.values())
-    if missing and not free:
-        raise MixtureError("every cell is capped and the lattice is not full")
-    order = sorted(free, key=lambda name: -exact[name][1])
-    for index in range(missing):
-        counts[order[index % len(order)]] += 1
-    return counts
-
-
-def _all_integers(weights: Mapping[str, float | int]) -> bool:
-    return all(isinstance(weight, int) for weight in weights.values())
-
-
-def proportional_counts(
-    tokens: Mapping[str, int], lattice: int, *, at_least_one: bool = False
-) -> dict[str, int]:
-    """Counts proportional to tokens; `at_least_one` lifts non-empty cells from 0 to 1.
-
-    What is lifted is taken from the largest count.
-    """
-    counts = round_to_lattice(tokens, lattice)
-    if at_least_one:
-        for name in sort_names(tokens):
-            if tokens[name] and not counts[name]:
-                largest = max(sort_names(tokens), key=lambda other: counts[other])
-                counts[largest] -= 1
-                counts[name] = 1
-    return counts
 
 
 def plan_mixture(

@@ -35,7 +35,7 @@ from portolan.data.readers import (
     read_text,
 )
 from portolan.data.sources import MAX_WHITESPACE, Source
-from portolan.data.workers import ordered_map
+from portolan.data.workers import WorkerPool
 from portolan.errors import UsageError
 
 VERSION = 1
@@ -251,7 +251,9 @@ def normalize_stage(source: Source, seed: int) -> Stage:
         "source": source.key,
         "reader": options.kind,
         "revision": source.revision,
-        "files": hash_lines(f"{file.path}\0{file.license or ''}" for file in source.files),
+        "files": hash_lines(
+            f"{file.path}\0{file.size}\0{file.license or ''}" for file in source.files
+        ),
         "refused": hash_lines(file.path for file in source.refused),
         "text_field": options.text_field,
         "id_field": options.id_field,
@@ -266,7 +268,7 @@ def normalize_stage(source: Source, seed: int) -> Stage:
 
 
 def normalize_source(
-    source: Source, seed: int, documents_folder: Path, *, workers: int = 1
+    source: Source, seed: int, documents_folder: Path, workers: WorkerPool
 ) -> tuple[Path, dict[str, Any], bool]:
     """Normalise one source into its stage folder, unless that is complete already.
 
@@ -284,7 +286,7 @@ def normalize_source(
 
 
 def _build(
-    source: Source, seed: int, folder: Path, workers: int
+    source: Source, seed: int, folder: Path, workers: WorkerPool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     num_shards = max(1, sum(file.size for file in source.files) // INPUT_BYTES_PER_SHARD)
     spool = folder / "spool"
@@ -324,13 +326,15 @@ def _build(
     return shards, fields
 
 
-def _run_tasks(source: Source, tasks: Sequence[Task], workers: int) -> tuple[list[TaskResult], int]:
+def _run_tasks(
+    source: Source, tasks: Sequence[Task], workers: WorkerPool
+) -> tuple[list[TaskResult], int]:
     """Results in task order, and the number of files that a full budget left unread."""
     max_bytes = source.settings.max_bytes
     if max_bytes is None or not source.options.one_document_a_file:
-        return list(ordered_map(normalize_task, tasks, workers)), 0
+        return list(workers.map(normalize_task, tasks)), 0
     budget, results, num_read = Budget(max_bytes), [], 0
-    for task, result in zip(tasks, ordered_map(normalize_task, tasks, workers), strict=False):
+    for task, result in zip(tasks, workers.map(normalize_task, tasks), strict=False):
         results.append(result)
         num_read += len(task.files)
         for _, num_bytes in result.sizes:

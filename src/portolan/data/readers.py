@@ -130,9 +130,10 @@ def read_whole(file: InputFile, limit_bytes: int) -> tuple[str, str | None]:
         while size <= limit_bytes and (piece := stream.read(min(CHUNK_BYTES, limit_bytes + 1))):
             pieces.append(piece)
             size += len(piece)
-    if size > limit_bytes:
+    content = b"".join(pieces)
+    if size > limit_bytes and b"\0" not in content:
         return "", TOO_LONG
-    return decode(b"".join(pieces))
+    return decode(content)
 
 
 def iterate_lines(stream: Any, limit_bytes: int) -> Iterator[bytes | None]:

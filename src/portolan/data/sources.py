@@ -224,7 +224,7 @@ class DigestCache:
             return content_digest(files)
         state = xxhash.xxh3_128()
         for file in files:
-            state.update(f"{file.url}\0{file.path}\0{file.size}\0{file.modified_ns}\n".encode())
+            state.update(f"{file.path}\0{file.size}\0{file.modified_ns}\n".encode())
         status = state.hexdigest()
         entry = self.known.get(key)
         if isinstance(entry, dict) and entry.get("status") == status and "digest" in entry:

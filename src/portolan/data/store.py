@@ -295,7 +295,7 @@ def _logical_digest(
 
     digest = xxhash.xxh3_128()
     for buffer in (ids, sources, offsets, tokens):
-        digest.update(memoryview(buffer).cast("B"))
+        digest.update(memoryview(buffer).cast("B"))  # pyright: ignore
     return digest.hexdigest()
 
 

@@ -68,9 +68,9 @@ def sample_documents(
     found: list[SampleDocument] = []
     for source, shards in sources:
         for batch in _read_columns(shards, ("id", "text")):
-            lengths = pc.binary_length(batch.column("text")).to_pylist()
+            lengths = pc.binary_length(batch.column("text")).to_pylist()  # pyright: ignore
             for document_id, num_bytes in zip(batch.column("id").to_pylist(), lengths, strict=True):
-                rank = xxhash.xxh3_64_intdigest(f"{seed}:{source}:{document_id}")
+                rank = xxhash.xxh3_64_intdigest(f"{seed}:{source}:{document_id}".encode())
                 found.append(SampleDocument(rank, source, document_id, num_bytes))
     if not found:
         raise UsageError(
@@ -236,7 +236,7 @@ class DocumentTokenizer:
         return 0 if identifier is None else identifier
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Encode each text with its boundary tokens; the library spreads a batch over its threads."""
+        """Encode each text with its boundary tokens; the library uses its threads on a batch."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         before = [self.bos_id] if self.policy.bos == "document" else []
         after = [self.eos_id] if self.policy.eos == "document" else []

@@ -3,32 +3,52 @@
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def ordered_map(
-    function: Callable[[Item], Result], items: Sequence[Item], workers: int
-) -> Iterator[Result]:
-    """Results in the order of the items; at most 2 tasks a worker are in flight.
+class WorkerPool:
+    """Up to `num_workers` processes, started when first needed; 1 means this process alone.
 
-    A consumer that stops early stops the pool; tasks in flight finish and are forgotten. New
-    processes are spawned: forking a process with running threads can hang.
+    New processes are spawned: forking a process with running threads can hang.
     """
-    if workers <= 1 or len(items) <= 1:
-        yield from map(function, items)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(items)), mp_context=context)
-    try:
-        pending = deque(pool.submit(function, item) for item in items[: 2 * workers])
-        for item in items[2 * workers :]:
-            yield pending.popleft().result()
-            pending.append(pool.submit(function, item))
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self.num_workers = num_workers
+        self.executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.executor is not None:
+            self.executor.shutdown(wait=True, cancel_futures=True)
+            self.executor = None
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        """Results in the order of the items; at most 2 tasks a worker are in flight.
+
+        When the consumer stops early, tasks in flight are awaited and forgotten.
+        """
+        if self.num_workers <= 1 or len(items) <= 1:
+            yield from map(function, items)
+            return
+        if self.executor is None:
+            context = multiprocessing.get_context("spawn")
+            self.executor = ProcessPoolExecutor(self.num_workers, mp_context=context)
+        window = 2 * self.num_workers
+        pending: deque[Future[Any]] = deque()
+        try:
+            pending.extend(self.executor.submit(function, item) for item in items[:window])
+            for item in items[window:]:
+                yield pending.popleft().result()
+                pending.append(self.executor.submit(function, item))
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+            wait(pending)

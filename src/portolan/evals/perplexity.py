@@ -44,27 +44,34 @@ class HeldOutEvaluator:
     def __call__(self, params: Any, beta: jax.Array) -> dict[str, float]:
         """{metric key: nats per token or bits per byte} of all domains, macro and micro."""
         rows = self.evaluation_set.all_rows()
-        count = len(rows.tokens)
-        sums = np.zeros(count)
-        for start in range(0, count, self.batch_sequences):
-            stop = min(start + self.batch_sequences, count)
-            padding = self.batch_sequences - (stop - start)
-            tokens = np.pad(rows.tokens[start:stop], ((0, padding), (0, 0)))
-            segments = np.pad(
-                rows.segments[start:stop], ((0, padding), (0, 0)), constant_values=-1
+        nats = np.zeros((2, len(rows.tokens)))
+        weights = (rows.weights, rows.text_weights)
+        for start in range(0, len(rows.tokens), self.batch_sequences):
+            chosen = slice(start, min(start + self.batch_sequences, len(rows.tokens)))
+            losses = self._batch(params, beta, rows.tokens[chosen], rows.segments[chosen])
+            for kind, weight in enumerate(weights):
+                nats[kind, chosen] = (losses * weight[chosen]).sum(axis=1)
+        domains = {}
+        for index, name in enumerate(self.evaluation_set.domains):
+            mine = rows.domain == index
+            domains[name] = (
+                float(nats[0, mine].sum()),
+                self.evaluation_set.num_targets[name],
+                self.evaluation_set.target_bytes[name],
+                float(nats[1, mine].sum()),
             )
-            nll = np.asarray(self._losses(params, beta, tokens, segments), np.float64)
-            sums[start:stop] = (nll[: stop - start] * rows.weights[start:stop]).sum(axis=1)
-        return self._summary(rows, sums)
-
-    def _summary(self, rows: Any, row_sums: np.ndarray) -> dict[str, float]:
-        per_domain = {}
-        for index, domain in enumerate(self.evaluation_set.domains):
-            chosen = rows.domain == index
-            per_domain[domain] = (
-                float(row_sums[chosen].sum()),
-                int(rows.weights[chosen].sum()),
-                int(self.evaluation_set.target_bytes[domain]),
-            )
-        summary = summarize_losses(per_domain)
+        summary = summarize_losses(domains)
         return {f"{METRIC_PREFIX}/{key}": value for key, value in summary.items()}
+
+    def _batch(
+        self, params: Any, beta: jax.Array, tokens: np.ndarray, segments: np.ndarray
+    ) -> np.ndarray:
+        """Losses float64 [rows, S]; short batches are padded to the compiled size."""
+        padding = ((0, self.batch_sequences - len(tokens)), (0, 0))
+        losses = self._losses(
+            params,
+            beta,
+            np.pad(tokens, padding),
+            np.pad(segments, padding, constant_values=-1),
+        )
+        return np.asarray(losses, np.float64)[: len(tokens)]

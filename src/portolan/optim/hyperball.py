@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from portolan.optim.groups import GroupRow, GroupTable
 from portolan.optim.newton_schulz import (
@@ -23,12 +24,23 @@ from portolan.optim.newton_schulz import (
     orthogonalise_leaves,
     to_wide,
 )
+from portolan.optim.norms import Leaves, diagnostics, frobenius_norm
 from portolan.optim.schedule import Rates
 from portolan.optim.settings import ADAMW_EPSILON, OptimizerError, OptimizerSettings
 from portolan.optim.sharding import Layout
 from portolan.tree import flatten_paths
 
-Leaves = dict[str, jax.Array]
+__all__ = [
+    "OptimizerState",
+    "Rates",
+    "adam_direction",
+    "build",
+    "build_step",
+    "diagnostics",
+    "hyperball_step",
+    "init_state",
+]
+
 NormFunction = Callable[[jax.Array], jax.Array]
 
 NORM_FLOOR = 1e-10
@@ -52,11 +64,6 @@ class OptimizerState:
 
 
 StepFunction = Callable[[Any, OptimizerState, Any, Rates], tuple[Any, OptimizerState]]
-
-
-def frobenius_norm(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Norm over `axes`, which stay with length 1."""
-    return jnp.sqrt(jnp.sum(x * x, axis=axes, keepdims=True))
 
 
 def hyperball_step(
@@ -122,8 +129,8 @@ def build(
         new_params, new_state = step(updates, state, params, rates)
         return jax.tree.map(jnp.subtract, new_params, params), new_state
 
-    init = partial(init_state, table=table, settings=settings)
-    return optax.GradientTransformationExtraArgs(init, update)
+    init: Any = partial(init_state, table=table, settings=settings)
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
 def init_state(params: Any, *, table: GroupTable, settings: OptimizerSettings) -> OptimizerState:
@@ -323,7 +330,7 @@ def _checked_leaves(params: Any, table: GroupTable) -> Leaves:
 
 def _refuse_zero_matrices(leaves: Leaves, table: GroupTable) -> None:
     constrained = {row.path: leaves[row.path] for row in table.rows if row.constrained}
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in constrained.values()):
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in constrained.values()):
         return
     empty = jax.device_get(jax.jit(_count_zero_matrices)(constrained))
     for path, count in empty.items():

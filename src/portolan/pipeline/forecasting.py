@@ -238,7 +238,7 @@ def score_target(project: Project, corpus: Corpus, record: ProjectRecord) -> dic
     live = live_conditions(project, corpus, target)
     gate = applicability(entry.body["conditions"], live)
     result = stringify_floats(
-        score_run(entry.body, marks, status={mark: gate for mark in marks})
+        score_run(entry.body, marks, status=dict.fromkeys(marks, gate))
         | {
             "forecast": entry.id,
             "run": target.run_id,

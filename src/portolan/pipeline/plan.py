@@ -24,6 +24,7 @@ def plan_width(recipe: Recipe, width: int) -> Rung:
         batch=budget.batch_sequences,
         overrides=overrides,
         vocab_size=recipe.tokenizer.vocab_size,
+        rate_multiplier=recipe.optimizer.rate_multiplier,
         beta2_guard=recipe.optimizer.beta2_guard,
     )
 
@@ -123,7 +124,7 @@ def _ladder_table(recipe: Recipe, rungs: list[Rung]) -> Table:
     table = Table(title="Ladder and target", title_justify="left")
     headings = ("width", "seeds", "layers", "active", "batch", "steps", "tokens", "FLOPs no head")
     for heading in (*headings, "peak rate"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for rung in rungs:
         target = rung.width == recipe.model.width
         seeds = "target" if target else str(recipe.ladder.seeds.get(str(rung.width), 1))

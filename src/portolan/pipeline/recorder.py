@@ -9,9 +9,9 @@ from portolan.files import sha256_file
 from portolan.pipeline.provenance import build_attempt
 from portolan.project import Project
 from portolan.record.journal import Journal
+from portolan.record.schema import StepPoint
 from portolan.record.times import now
 from portolan.record.types import Artifact, Event, FileEntry, Fork, Run, files_digest
-from portolan.record.schema import StepPoint
 
 RETAIN = "as long as the project folder is kept"
 
@@ -55,7 +55,9 @@ class ProjectRecord:
         """Record files of the project with their SHA-256; returns the record's id."""
         files = tuple(
             FileEntry(
-                path=self.project.relative(path), bytes=path.stat().st_size, sha256=sha256_file(path)
+                path=self.project.relative(path),
+                bytes=path.stat().st_size,
+                sha256=sha256_file(path),
             )
             for path in sorted(paths)
         )

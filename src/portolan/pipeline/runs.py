@@ -129,9 +129,9 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
         f"{run.role} of width {run.rung.width}, seed {run.seed}: {run.rung.steps} updates of "
         f"{run.rung.tokens_per_step} tokens",
     )
-    loader = corpus.loader(run.rung, run.seed, reference_tokens(project), project.recipe)
+    loader = corpus.loader(run.rung, run.seed, reference_tokens(project))
     evaluator = HeldOutEvaluator(
-        corpus.evaluation_set(project.recipe),
+        corpus.evaluation_set,
         run.rung.config,
         batch_sequences=project.recipe.evaluation.batch_sequences,
         compute_dtype=resolve_compute_dtype(settings.compute_dtype),
@@ -177,7 +177,7 @@ def _record_finished(project: Project, record: ProjectRecord, run: PlannedRun) -
 
 def run_settings(project: Project, run: PlannedRun) -> Any:
     """What the training loop is told."""
-    from portolan.optim.schedule import PeakRates, scale_rates
+    from portolan.optim.schedule import PeakRates
     from portolan.optim.settings import OptimizerSettings
     from portolan.train.state import RunSettings, resolve_compute_dtype
 
@@ -208,7 +208,7 @@ def run_settings(project: Project, run: PlannedRun) -> Any:
         config=rung.config,
         batch_sequences=rung.batch_sequences,
         steps=rung.steps,
-        peak=scale_rates(peak, recipe.optimizer.rate_multiplier),
+        peak=peak,
         warmup_steps=recipe.optimizer.warmup_steps or rung.warmup_steps,
         min_ratio=recipe.optimizer.min_ratio,
         optimizer=optimizer,

@@ -5,6 +5,7 @@ it wraps on a phone) and names colours by `palette.colour`, so that the style sh
 Text from the project only ever enters as data, never inside an expression.
 """
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,12 @@ def table(rows: Iterable[Row]) -> "alt.Data":
     """Rows as inline data, floats to six significant digits."""
     import altair as alt
 
-    return alt.Data(
-        values=[
-            {k: _significant(v) if isinstance(v, float) else v for k, v in row.items()}
-            for row in rows
-        ]
-    )
+    # A tuple, unlike a list, is not copied each time that a chart is extended.
+    return alt.Data(values=tuple(_rounded(row) for row in rows))  # type: ignore[arg-type]
+
+
+def _rounded(row: Row) -> Row:
+    return {k: _significant(v) if isinstance(v, float) else v for k, v in row.items()}
 
 
 def share_axis(
@@ -48,13 +49,37 @@ def share_axis(
 
 
 def value_axis(field: str, domain: tuple[float, float] | None = None, **options: Any) -> "alt.Y":
-    """Vertical axis without a title; `scale` and `axis` options are added to the defaults."""
+    """Vertical axis without a title; `scale` and `axis` options replace the defaults."""
     import altair as alt
 
     kind = {"zero": False, "nice": True} if domain is None else {"domain": list(domain)}
-    scale = alt.Scale(**kind, **options.pop("scale", {}))
-    axis = alt.Axis(title=None, tickCount=6, **options.pop("axis", {}))
+    scale = alt.Scale(**options.pop("scale", kind))
+    axis = alt.Axis(title=None, **({"tickCount": 6} | options.pop("axis", {})))
     return alt.Y(f"{field}:Q", scale=scale, axis=axis, **options)
+
+
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten inside [low, high]; with fewer than three of them also steps between."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    powers = [10.0**d for d in decades if low <= 10.0**d <= high]
+    if len(powers) >= 3:
+        return powers
+    steps = (1, 2, 5) if len(powers) == 2 else (1, 1.5, 2, 3, 5, 7)
+    return [m * 10.0**d for d in decades for m in steps if low <= m * 10.0**d <= high]
+
+
+def power_labels(ticks: Iterable[float]) -> str:
+    """Axis expression that writes the given ticks as 10¹² or 5×10¹²."""
+    cases = []
+    for tick in ticks:
+        mantissa, _, exponent = f"{tick:.1e}".partition("e")
+        factor = "" if mantissa == "1.0" else f"{float(mantissa):g}×"
+        label = f"{factor}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+        cases.append(f"abs(datum.value / {tick!r} - 1) < 0.01 ? '{label}'")
+    return " : ".join([*cases, "''"])
 
 
 def tips(**fields: str) -> list["alt.Tooltip"]:
@@ -64,9 +89,10 @@ def tips(**fields: str) -> list["alt.Tooltip"]:
     entries = []
     for field, text in fields.items():
         title, _, number_format = text.partition("|")
-        kind = "quantitative" if number_format else "nominal"
-        options = {"format": number_format} if number_format else {}
-        entries.append(alt.Tooltip(field=field, type=kind, title=title, **options))
+        options: dict[str, Any] = {"type": "quantitative" if number_format else "nominal"}
+        if number_format:
+            options["format"] = number_format
+        entries.append(alt.Tooltip(field=field, title=title, **options))
     return entries
 
 

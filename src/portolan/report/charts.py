@@ -8,7 +8,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from portolan.report.canvas import LINE_FORMAT, Row, finish, share_axis, table, tips, value_axis
+from portolan.report.canvas import (
+    LINE_FORMAT,
+    Row,
+    finish,
+    log_ticks,
+    power_labels,
+    share_axis,
+    table,
+    tips,
+    value_axis,
+)
 from portolan.report.facts import LEVELS, Forecast, Run
 from portolan.report.palette import BAND_OPACITY, colour, ramp_colours
 
@@ -50,7 +60,7 @@ def interval_strip(forecast: Forecast, measured: float | None) -> Any:
                 .mark_bar(height=34, color=colour("forecast"), opacity=BAND_OPACITY[level])
                 .encode(
                     x=alt.X("low:Q", scale=scale, axis=axis),
-                    x2="high:Q",
+                    x2=alt.X2("high:Q"),
                     tooltip=tips(
                         level="forecast", low=f"from|{LINE_FORMAT}", high=f"to|{LINE_FORMAT}"
                     ),
@@ -95,7 +105,9 @@ def _bands(rows: list[Row], domain: tuple[float, float] | None) -> list[Any]:
             layers.append(
                 alt.Chart(table(held))
                 .mark_area(color=colour("forecast"), opacity=BAND_OPACITY[level], clip=True)
-                .encode(x=share_axis(), y=value_axis(f"low{level}", domain), y2=f"high{level}:Q")
+                .encode(
+                    x=share_axis(), y=value_axis(f"low{level}", domain), y2=alt.Y2(f"high{level}:Q")
+                )
             )
     return layers
 
@@ -223,18 +235,25 @@ def _law_rows(forecast: Forecast, lowest: float, highest: float) -> list[Row]:
 def ladder_fit(
     rungs: Sequence[Run], forecast: Forecast | None, target: Run | None, key: str
 ) -> Any:
-    """Final loss against training compute: rungs, fitted law, forecast and measured value."""
+    """Final loss against compute: rungs, fitted law, forecast, measured; None below two sizes."""
     import altair as alt
 
     points = ladder_rows(rungs, key)
-    if not points:
+    if len({row["flops"] for row in points}) < 2:
         return None
     at = (forecast.target_flops if forecast else None) or (target.flops if target else None)
     top = max([row["flops"] for row in points] + [at or 0])
     low = min(row["flops"] for row in points)
     scale = alt.Scale(type="log", domain=[low / 1.8, top * 1.8], nice=False)
-    axis = alt.Axis(title="training compute, FLOPs (log scale)", format=".0e", tickCount=5,
-                    grid=False, labelOverlap="greedy", labelFlush=False)  # fmt: skip
+    ticks = log_ticks(low / 1.8, top * 1.8)
+    axis = alt.Axis(
+        title="training compute, FLOPs (log scale)",
+        values=ticks,
+        labelExpr=power_labels(ticks),
+        grid=False,
+        labelOverlap="greedy",
+        labelFontSize=13,
+    )
     x = alt.X("flops:Q", scale=scale, axis=axis)
     layers = []
     if forecast and (curve := _law_rows(forecast, low / 1.5, top * 1.5)):
@@ -252,7 +271,7 @@ def ladder_fit(
     layers.append(
         alt.Chart(table(labels))
         .mark_text(align="left", dx=9, dy=-7)
-        .encode(x=x, y=value_axis("loss"), text="run:N")
+        .encode(x=x, y=value_axis("loss"), text=alt.Text("run:N"))
     )
     if target and target.flops and (loss := target.final(key)) is not None:
         rows = [{"flops": at or target.flops, "loss": loss, "run": target.label}]
@@ -290,7 +309,7 @@ def _intervals_at(forecast: Forecast, flops: float, x: Any) -> list[Any]:
                 .mark_rule(
                     strokeWidth=width, color=colour("forecast"), opacity=BAND_OPACITY[level] + 0.1
                 )
-                .encode(x=x, y=value_axis("low"), y2="high:Q", tooltip=tip)
+                .encode(x=x, y=value_axis("low"), y2=alt.Y2("high:Q"), tooltip=tip)
             )
     return layers
 
@@ -315,7 +334,7 @@ def domain_dots(
         layers.append(
             alt.Chart(table(held))
             .mark_rule(strokeWidth=7, color=colour("forecast"), opacity=0.3)
-            .encode(y=y, x=alt.X("low:Q", scale=x["scale"], axis=axis), x2="high:Q")
+            .encode(y=y, x=alt.X("low:Q", scale=x["scale"], axis=axis), x2=alt.X2("high:Q"))
         )
     for index, shade in enumerate(ramp_colours("rung", num_rungs) if num_rungs else []):
         dots = [row for row in rows if row["order"] == index]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from portolan.report.canvas import Row, finish, share_axis, table, tips, value_axis
+from portolan.report.canvas import Row, finish, log_ticks, share_axis, table, tips, value_axis
 from portolan.report.facts import Run
-from portolan.report.palette import colour, ramp_colours, series_colours
+from portolan.report.palette import colour, group_colour, ramp_colours
 
 SMALL_HEIGHT = 230
 
@@ -16,6 +16,7 @@ class Line(NamedTuple):
     name: str
     colour: str
     points: Sequence[tuple[float, float]]
+    dashed: bool = False
 
 
 def lines(
@@ -60,9 +61,15 @@ def lines(
     tip = tips(name="series", f="share of the run|.1%", value=f"value|{number_format}")
     near = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
     base = alt.Chart(table(rows))
-    drawn = base.mark_line(strokeWidth=1.6).encode(**encoding)
+    dashes = alt.Scale(
+        domain=[curve.name for curve in curves],
+        range=[[5, 3] if curve.dashed else [1, 0] for curve in curves],
+    )
+    drawn = base.mark_line(strokeWidth=1.6).encode(
+        **encoding, strokeDash=alt.StrokeDash("name:N", scale=dashes, legend=None)
+    )
     dots = base.mark_point(size=60, filled=True).encode(
-        **encoding, opacity=alt.condition(near, alt.value(1), alt.value(0)), tooltip=tip
+        **encoding, tooltip=tip, opacity=alt.condition(near, alt.value(1), alt.value(0))
     )
     layers = [drawn, dots.add_params(near)]
     if reference:
@@ -73,7 +80,12 @@ def lines(
 def _value_options(rows: list[Row], *, log: bool, around: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if log:
-        options = {"scale": {"type": "log"}, "axis": {"format": "~g"}}
+        low = min(row["value"] for row in rows) / 1.1
+        high = max(row["value"] for row in rows) * 1.1
+        options = {
+            "scale": {"type": "log", "domain": [low, high], "nice": False},
+            "axis": {"format": "~g", "values": log_ticks(low, high)},
+        }
     if around is not None:
         reach = max(0.01, *(abs(row["value"] - around) * 1.1 for row in rows))
         low = min(around - 0.01, min(row["value"] for row in rows) - 0.05 * reach)
@@ -122,14 +134,18 @@ def _at_rank(values: list[float], rank: float) -> float:
     return sorted(values)[round(rank * (len(values) - 1))]
 
 
-def norm_curves(run: Run, prefix: str, *, relative: bool) -> list[Line]:
-    """Norm of each parameter group, absolute or as a multiple of its first logged value."""
-    keys = sorted(key for key in run.series if key.startswith(prefix))
+def norm_curves(run: Run, kind: str, *, relative: bool = False) -> list[Line]:
+    """Norm of each parameter group, absolute or as a multiple of its first logged value.
+
+    Groups whose norm the optimizer holds are solid, free ones dashed.
+    """
     curves = []
-    for key, shade in zip(keys, series_colours(len(keys)), strict=True):
+    for key in sorted(key for key in run.series if key.startswith(kind)):
+        held, _, group = key.removeprefix("norm/").partition("/")[2].partition("/")
         points = run_curve(run, key)
         if relative:
             start = points[0][1] if points else 0.0
             points = [(f, value / start) for f, value in points] if start else []
-        curves.append(Line(key.removeprefix(prefix), shade, points))
+        if group:
+            curves.append(Line(group, group_colour(group), points, dashed=held == "free"))
     return curves

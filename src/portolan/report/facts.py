@@ -183,20 +183,34 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Score:
-    """How the forecast did; every number as the scorer wrote it, in nats per token."""
+    """How the forecast did, in nats per token; the error is measured minus median.
+
+    `standardised_error` is the normal score of the outcome in the forecast; the compute
+    equivalent is the ratio of compute that the baseline law needs for the same difference.
+    """
 
     outcome: float | None = None
     error: float | None = None
     standardised_error: float | None = None
     crps: float | None = None
     weighted_interval_score: float | None = None
+    compute_equivalent: float | None = None
     coverage: tuple[tuple[str, float], ...] = ()
     num_scored: int | None = None
     num_void: int | None = None
     num_unverified: int | None = None
     bands: tuple[tuple[float, str], ...] = ()
     verdict: str = ""
-    void_from: str = ""
+
+    @property
+    def is_void(self) -> bool:
+        """The run has left the registered conditions: no difference from the forecast counts."""
+        return bool(self.num_void) or self.verdict == "void"
+
+    @property
+    def is_unverified(self) -> bool:
+        """Some conditions could not be checked, so no difference is shown either."""
+        return bool(self.num_unverified) and not self.num_scored
 
 
 @dataclass(frozen=True)
@@ -226,6 +240,7 @@ class Verification:
     ok: bool
     problems: tuple[str, ...] = ()
     checked: tuple[tuple[str, int], ...] = ()
+    files_checked: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ The caption says what each number means and how points were condensed.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from portolan.report.facts import LEVELS, Project, Run
 from portolan.report.palette import BAND_OPACITY, colour, ramp_colours
 from portolan.report.words import (
     MISSING,
+    comparable,
     interval_text,
     loss,
     measured_final,
@@ -36,12 +37,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text cells; columns in `numbers` are right-aligned, the first heads its row."""
+    """A table of text cells, the first of a row is its heading; `wraps` breaks long cells."""
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    wraps: bool = False
 
     def is_number(self, index: int) -> bool:
         """Whether a column holds numbers in at least one row and nothing else but dashes."""
@@ -74,9 +76,16 @@ def _band_keys() -> list[Key]:
     ]
 
 
-def _rung_keys(rungs: Sequence[Run], shape: str = "line") -> list[Key]:
+def _rung_keys(
+    rungs: Sequence[Run], shape: str = "line", drawn: Collection[str] | None = None
+) -> list[Key]:
+    """Legend entries of the rungs, or of those with the given ids; shades are the same for all."""
     shades = ramp_colours("rung", len(rungs)) if rungs else []
-    return [Key(run.label, c, shape) for run, c in zip(rungs, shades, strict=True)]
+    return [
+        Key(run.label, shade, shape)
+        for run, shade in zip(rungs, shades, strict=True)
+        if drawn is None or run.id in drawn
+    ]
 
 
 def _kept(figures: Iterable[Figure]) -> tuple[Figure, ...]:
@@ -113,21 +122,25 @@ def forecast_figures(project: Project) -> tuple[Figure, ...]:
 
 def _forecast_figures(project: Project) -> Iterator[Figure]:
     forecast, target, key = project.forecast, project.target, metric_of_record(project)
-    rungs = [run for run in project.rungs if run.evaluations.get(key)]
+    rungs = project.rungs
     legend = [*(_band_keys() if forecast else []), *([MEDIAN] if forecast else [])]
     measured = bool(target and target.evaluations.get(key))
     yield Figure(
         "forecast-band",
-        "The forecast and what was measured",
+        "The forecast and what was measured" if forecast else "Held-out loss so far",
         "Loss on held-out text along the run: macro mean over its domains, in nats per token, "
         "without token drops. Each rung is drawn over its own run.",
         "Forecast band of the held-out loss over the run"
         + (", with the measured values of the target." if measured else "; no measurement yet."),
         charts.forecast_band(forecast, target, rungs, key),
-        (*legend, *([MEASURED] if measured else []), *_rung_keys(rungs)),
+        (
+            *legend,
+            *([MEASURED] if measured else []),
+            *_rung_keys(rungs, drawn={run.id for run in rungs if run.evaluations.get(key)}),
+        ),
         _mark_table(project, key),
     )
-    if forecast and target and measured and not (project.score and project.score.void_from):
+    if forecast and target and measured and comparable(project):
         yield Figure(
             "residuals",
             "Difference from the forecast",
@@ -144,7 +157,7 @@ def _mark_table(project: Project, key: str) -> Table | None:
     if forecast is None:
         return None
     measured = {round(f, 2): v for f, v in charts.fractions(target, key)} if target else {}
-    void = bool(project.score and project.score.void_from)
+    hidden = "void" if project.score and project.score.is_void else MISSING
     bands = dict(project.score.bands) if project.score else {}
     rows = []
     for row in charts.forecast_rows(forecast):
@@ -156,7 +169,7 @@ def _mark_table(project: Project, key: str) -> Table | None:
                 loss(row["median"]),
                 *(interval_text(forecast, level, row["f"]) for level in LEVELS),
                 loss(value),
-                "void" if void else signed(difference),
+                signed(difference) if comparable(project) else hidden,
                 bands.get(mark, MISSING),
             )
         )
@@ -171,7 +184,7 @@ def ladder_figures(project: Project) -> tuple[Figure, ...]:
     law = forecast.law if forecast else None
     caption = (
         "Each dot is a rung at the end of its run; equal widths are seeds. Compute: "
-        f"{target.flops_axis if target and target.flops_axis else 'training FLOPs'}."
+        f"{flops_axis(project)}."
     )
     if law:
         caption += (
@@ -199,6 +212,11 @@ def ladder_figures(project: Project) -> tuple[Figure, ...]:
             )
         ]
     )
+
+
+def flops_axis(project: Project) -> str:
+    """Name of the compute axis that the runs are counted on."""
+    return next((run.flops_axis for run in project.runs if run.flops_axis), "training FLOPs")
 
 
 def _ladder_table(project: Project, key: str) -> Table:
@@ -252,7 +270,8 @@ def domain_figures(project: Project) -> tuple[Figure, ...]:
     target = project.target
     for unit, name, title, caption in units:
         rows = domain_rows(project, unit)
-        legend = _rung_keys(project.rungs, "dot")
+        drawn = {project.rungs[row["order"]].id for row in rows if row["order"] >= 0}
+        legend = _rung_keys(project.rungs, "dot", drawn)
         if any(row["order"] == -1 for row in rows):
             share = "" if target is None or target.finished else f" at {target.fraction:.0%}"
             legend.append(Key(f"target{share}", colour("measured"), "diamond"))
@@ -301,7 +320,7 @@ def observed_run(project: Project) -> Run | None:
 
 
 def _loss_figure(project: Project) -> Figure:
-    key, rungs = "train/cross_entropy", [run for run in project.rungs if run.series]
+    key, rungs = "train/cross_entropy", project.rungs
     drawn = [
         curves.Line(run.label, shade, curves.run_curve(run, key))
         for run, shade in zip(rungs, ramp_colours("rung", len(rungs)) if rungs else [], strict=True)
@@ -330,7 +349,11 @@ def _loss_figure(project: Project) -> Figure:
 
 
 def _line_keys(drawn: Sequence[curves.Line]) -> tuple[Key, ...]:
-    return tuple(Key(line.name, line.colour) for line in drawn if line.points)
+    return tuple(
+        Key(line.name, line.colour, "dash" if line.dashed else "line")
+        for line in drawn
+        if line.points
+    )
 
 
 def _curve_table(drawn: Sequence[curves.Line], caption: str) -> Table:
@@ -381,12 +404,14 @@ def _entropy_caption(run: Run) -> str:
 
 
 def _norm_figures(run: Run) -> Iterator[Figure]:
-    gradient = curves.norm_curves(run, "norm/gradient/", relative=False)
-    gradient = [_gradient_name(line) for line in gradient]
+    gradient = curves.norm_curves(run, "norm/gradient/")
+    total = curves.run_curve(run, "norm/gradient/global")
+    gradient.insert(0, curves.Line("all parameters", colour("ink"), total))
     yield Figure(
         "gradient-norms",
         "Gradient norms",
-        f"Root of the sum of squares over a group of tensors, before any scaling. {CONDENSED}",
+        f"Root of the sum of squares over a group of tensors; groups of free norm are dashed. "
+        f"{CONDENSED}",
         f"Gradient norm of each parameter group of {run.label}, logarithmic axis.",
         curves.lines(gradient, "gradient norm (log scale)", log=True, height=280),
         _line_keys(gradient),
@@ -412,12 +437,6 @@ def _norm_figures(run: Run) -> Iterator[Figure]:
         )
 
 
-def _gradient_name(line: curves.Line) -> curves.Line:
-    name = line.name.partition("/")[2] or line.name
-    shade = colour("ink") if name == "global" else line.colour
-    return line._replace(name="all parameters" if name == "global" else name, colour=shade)
-
-
 def _rates(run: Run) -> Figure:
     names = {"rate/hyperball": "matrices (η)", "rate/adam": "Adam group"}
     shades = (colour("series-1"), colour("series-2"))
@@ -430,8 +449,7 @@ def _rates(run: Run) -> Figure:
         "Learning rates",
         "As used by each update: a short warm-up, then a straight fall to 5 % of the peak.",
         f"Learning rates of {run.label} over the run.",
-        curves.lines(drawn, "learning rate", number_format=".3e"),
+        curves.lines(drawn, "learning rate", number_format=".3e", height=180),
         _line_keys(drawn),
         _curve_table(drawn, "Learning rates"),
-        wide=False,
     )

@@ -5,70 +5,33 @@ page prints: a report must render for the run that went wrong as well.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from portolan.accounting import active_parameters, total_parameters, training_flops
 from portolan.errors import PortolanError
+from portolan.report import journal
 from portolan.report.facts import (
     Corpus,
-    Entry,
     Forecast,
     Law,
     Project,
     Run,
     Score,
     Source,
-    Verification,
 )
 from portolan.report.series import NO_SERIES, read_series
+from portolan.report.values import as_count, as_number, as_text, first
 from portolan.shapes import ModelConfig
+
+if TYPE_CHECKING:
+    from portolan.record.verify import Report
 
 T = TypeVar("T")
 
 FORECAST_AXIS = "C = 3FT, without the output head"
 """Name of the compute axis of the forecast: three forward passes, attention priced non-causally."""
-
-
-def as_number(value: Any) -> float | None:
-    """A finite float from a number or a decimal string, else None."""
-    if isinstance(value, bool) or value is None:
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def as_count(value: Any) -> int | None:
-    """An integer from an integer, an integral float or its decimal string, else None."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    number = as_number(value)
-    return int(number) if number is not None and number == int(number) else None
-
-
-def as_text(value: Any) -> str:
-    """Text of a scalar; a typed quantity gives its value, anything else its JSON."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping) and "value" in value:
-        return as_text(value["value"])
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
-
-
-def first(table: Any, *names: str) -> Any:
-    """Value of the first name that a table has and that is not None."""
-    if isinstance(table, Mapping):
-        for name in names:
-            if table.get(name) is not None:
-                return table[name]
-    return None
 
 
 def _table(value: Any) -> Mapping[str, Any]:
@@ -107,32 +70,28 @@ class Folder:
         return _table(self.guard(path, lambda p: json.loads(p.read_bytes()), {}))
 
 
-def read_project(root: Path, verification: Mapping[str, Any] | None = None) -> Project:
-    """Read everything the page shows. `verification` is the result of checking the record."""
+def read_project(root: Path, verification: "Report | None" = None) -> Project:
+    """Read everything the page shows. `verification` is a finished check of the whole project."""
     root = root.resolve()
-    folder = Folder(root)
-    corpus = _corpus(folder.json(root / "corpus" / "summary.json"))
+    folder, record = Folder(root), root / "record"
     run_files = sorted((root / "runs").glob("*/run.json"))
     runs = sorted((_run(folder, path) for path in run_files), key=_run_order)
-    journal = tuple(_journal(folder, root / "record" / "journal.jsonl"))
+    records = folder.guard(record, journal.read_records, [])
     forecasts = [_forecast(folder, path) for path in sorted((root / "forecasts").glob("*.json"))]
-    seq_of = {entry.id: entry.seq for entry in journal}
+    seq_of = {entry.id: entry.seq for entry in records}
     forecasts.sort(key=lambda f: (seq_of.get(f.id, -1), f.made_at, f.id))
+    newest = forecasts[-1].id if forecasts else ""
     target = next((run for run in runs if run.role == "target"), None)
-    score = _score(folder.json(root / "runs" / target.id / "score.json")) if target else None
-    genesis = next((entry for entry in journal if entry.type == "genesis"), None)
-    checked = _verification(verification)
     return Project(
-        name=(genesis.text if genesis else "") or root.name,
-        corpus=corpus,
+        name=journal.project_name(records) or root.name,
+        corpus=_corpus(folder.json(root / "corpus" / "summary.json")),
         runs=tuple(runs),
         forecasts=tuple(forecasts),
-        score=score,
-        journal=journal,
-        order_grade=as_text(first(verification, "order_grade", "grade"))
-        or _order_grade(folder, root / "record" / "journal.jsonl", target),
-        num_witnesses=len(list((root / "record" / "witness").glob("*"))),
-        verification=checked,
+        score=_score(folder.json(root / "runs" / target.id / "score.json")) if target else None,
+        journal=tuple(journal.as_entry(entry) for entry in records),
+        order_grade=folder.guard(record, lambda p: journal.order_grade(p, records, newest), ""),
+        num_witnesses=folder.guard(record, journal.count_witnesses, 0),
+        verification=folder.guard(record, lambda p: journal.check(p, verification), None),
         problems=tuple(folder.problems),
     )
 
@@ -215,8 +174,12 @@ def _counts(
     model: Mapping[str, Any], plan: Mapping[str, Any], tokens: int | None
 ) -> dict[str, Any]:
     """Parameters and compute from the shape; from the plan when the shape is incomplete."""
+    # The project writes a number that is not whole as a decimal string.
+    fields: dict[str, Any] = {
+        name: as_number(value) if isinstance(value, str) else value for name, value in model.items()
+    }
     try:
-        shape = ModelConfig(**model)
+        shape = ModelConfig(**fields)
     except (TypeError, PortolanError):
         return {
             "total_parameters": as_count(plan.get("total_params")),
@@ -308,107 +271,25 @@ def _law(baseline: Mapping[str, Any]) -> Law | None:
 def _score(facts: Mapping[str, Any]) -> Score | None:
     if not facts:
         return None
-    coverage = _table(facts.get("coverage"))
-    marks = _table(facts.get("marks"))
+    final, coverage = _table(facts.get("final")), _table(facts.get("coverage"))
+    outcome, median = as_number(final.get("outcome")), as_number(final.get("median"))
+    bands = (
+        (round(mark, 4), as_text(row.get("band")))
+        for row in _rows(facts.get("marks"))
+        if (mark := as_number(row.get("mark"))) is not None
+    )
+    shares = ((str(k), as_number(_table(v).get("share"))) for k, v in coverage.items())
     return Score(
-        outcome=as_number(first(facts, "outcome", "measured")),
-        error=as_number(first(facts, "error", "error_nats")),
-        standardised_error=as_number(facts.get("z")),
-        crps=as_number(first(facts, "crps", "CRPS")),
-        weighted_interval_score=as_number(first(facts, "wis", "WIS")),
-        coverage=tuple(
-            (str(k), number) for k, v in coverage.items() if (number := as_number(v)) is not None
-        ),
-        num_scored=as_count(first(marks, "scored") or first(facts, "num_scored", "scored_marks")),
-        num_void=as_count(first(marks, "void") or first(facts, "num_void", "void_marks")),
-        num_unverified=as_count(
-            first(marks, "unverified") or first(facts, "num_unverified", "unverified_marks")
-        ),
-        bands=tuple(_bands(first(facts, "bands", "band_per_mark", "verdict_bands"))),
+        outcome=outcome,
+        error=None if outcome is None or median is None else outcome - median,
+        standardised_error=as_number(final.get("z")),
+        crps=as_number(final.get("crps")),
+        weighted_interval_score=as_number(final.get("wis")),
+        compute_equivalent=as_number(final.get("compute_equivalent")),
+        coverage=tuple((level, share) for level, share in shares if share is not None),
+        num_scored=as_count(facts.get("num_scored")),
+        num_void=as_count(facts.get("num_void")),
+        num_unverified=as_count(facts.get("num_unverified")),
+        bands=tuple(bands),
         verdict=as_text(facts.get("verdict")),
-        void_from=as_text(first(facts, "void_from", "void")),
-    )
-
-
-def _bands(value: Any) -> Iterator[tuple[float, str]]:
-    for mark, band in _table(value).items():
-        if (place := as_number(mark)) is not None:
-            yield (
-                place,
-                as_text(first(band, "band", "verdict") if isinstance(band, Mapping) else band),
-            )
-
-
-# ---------------------------------------------------------------- record
-
-
-def _journal_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            if number == len(lines) - 1:
-                return
-            raise ValueError(f"line {number} is not JSON") from error
-        yield _table(entry)
-
-
-def _journal(folder: Folder, path: Path) -> list[Entry]:
-    if not path.is_file():
-        return []
-    lines = folder.guard(path, lambda p: list(_journal_lines(p)), [])
-    return [_entry(number, line) for number, line in enumerate(lines)]
-
-
-def _entry(number: int, line: Mapping[str, Any]) -> Entry:
-    body, kind = _table(line.get("body")), as_text(line.get("type"))
-    names = ("name", "text") if kind == "genesis" else ("text", "title", "statement", "question")
-    return Entry(
-        seq=as_count(line.get("seq")) or number,
-        id=as_text(line.get("id")),
-        type=kind,
-        time=as_text(line.get("time")),
-        text=as_text(first(body, *names)),
-        kind=as_text(first(body, "kind", "role", "verdict")),
-        refs=tuple(str(ref) for ref in body.get("refs") or ()),
-        supersedes=tuple(str(ref) for ref in line.get("supersedes") or ()),
-    )
-
-
-def _order_grade(folder: Folder, path: Path, target: Run | None) -> str:
-    """`chained` when the registration stands before the target's first attempt in the journal.
-
-    A witness is not judged here: only checking the record can grant `witnessed`.
-    """
-    if not path.is_file():
-        return ""
-    lines = folder.guard(path, lambda p: list(_journal_lines(p)), [])
-    registered = [i for i, line in enumerate(lines) if line.get("type") == "registration"]
-    if not registered:
-        return ""
-    attempts = [i for i, line in enumerate(lines) if _starts_target(line, target)]
-    return "chained" if not attempts or registered[0] < attempts[0] else "retrospective"
-
-
-def _starts_target(line: Mapping[str, Any], target: Run | None) -> bool:
-    if target is None or line.get("type") != "attempt":
-        return False
-    run = as_text(_table(line.get("body")).get("run"))
-    return run in {target.id, f"run:{target.id}"}
-
-
-def _verification(result: Mapping[str, Any] | None) -> Verification | None:
-    if not result:
-        return None
-    state = as_text(first(result, "state", "status", "result")) or "unknown"
-    counts = _table(result.get("checked")).items()
-    ok = result.get("ok")
-    return Verification(
-        state=state,
-        ok=bool(ok) if ok is not None else state in {"ok", "unsigned"},
-        problems=tuple(as_text(problem) for problem in result.get("problems") or ()),
-        checked=tuple((str(k), as_count(v) or 0) for k, v in counts),
     )

@@ -66,6 +66,22 @@ _RAMPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+GROUP_SERIES: dict[str, int] = {
+    "experts": 1,
+    "attention": 2,
+    "shared experts": 3,
+    "latent pair": 4,
+    "output head": 5,
+    "gated norms": 6,
+    "router": 1,
+    "embedding": 2,
+    "attention gate": 3,
+    "norm gains": 4,
+    "short convolutions": 5,
+    "other": 7,
+}
+"""Colour number of a parameter group, the same in every chart; free groups are dashed as well."""
+
 BAND_OPACITY: dict[int, float] = {95: 0.13, 80: 0.2, 50: 0.3}
 """Opacity of the forecast band that holds this many per cent; the bands lie on each other."""
 
@@ -99,9 +115,9 @@ def colour(name: str) -> str:
     return f"var(--{name})"
 
 
-def series_colours(count: int) -> list[str]:
-    """`count` unordered colours; they repeat after eight."""
-    return [colour(f"series-{i % NUM_SERIES + 1}") for i in range(count)]
+def group_colour(group: str) -> str:
+    """Colour of a parameter group."""
+    return colour(f"series-{GROUP_SERIES.get(group, NUM_SERIES)}")
 
 
 def ramp_colours(ramp: str, count: int) -> list[str]:

@@ -3,10 +3,11 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import portolan
 from portolan.errors import UsageError
@@ -16,6 +17,9 @@ from portolan.report.facts import Project
 from portolan.report.figures import Figure, Table
 from portolan.report.gather import read_project
 from portolan.report.palette import css_variables
+
+if TYPE_CHECKING:
+    from portolan.record.verify import Report
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_PAGE_BYTES = 2_500_000
@@ -54,13 +58,13 @@ class Section:
     tables: tuple[Table, ...] = ()
 
 
-def build_site(project_folder: Path, verification: Mapping[str, Any] | None = None) -> Path:
+def build_site(project_folder: Path, verification: "Report | None" = None) -> Path:
     """Write `site/index.html` of a project and return its path.
 
     Args:
         project_folder: an existing project at any stage.
-        verification: result of checking the record, shown as it is: `state` (`ok`, `broken`...),
-            optional `ok`, `problems` (texts), `checked` (name -> count) and `order_grade`.
+        verification: result of `record.verify.verify_project`; without it the page verifies
+            the journal alone, which reads no other file.
 
     Raises:
         UsageError: the folder does not exist.
@@ -80,6 +84,7 @@ def build_site(project_folder: Path, verification: Mapping[str, Any] | None = No
 def render(project: Project) -> str:
     """The HTML of the page; the same project gives the same bytes."""
     import jinja2
+    from altair.utils.schemapi import debug_mode
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -88,9 +93,12 @@ def render(project: Project) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    strip = figures.strip_figure(project)
-    sections = _sections(project)
-    drawn = [*([strip] if strip else []), *(f for part in sections for f in part.figures)]
+    # Checking each part of each chart against the schema takes longer than all the rest.
+    with debug_mode(False):
+        strip = figures.strip_figure(project)
+        sections = _sections(project)
+        drawn = [*([strip] if strip else []), *(f for part in sections for f in part.figures)]
+        specifications = {figure.id: specification(figure) for figure in drawn}
     script = _script() if drawn else ""
     return environment.get_template("page.html").render(
         project=project,
@@ -103,7 +111,7 @@ def render(project: Project) -> str:
         limits=words.LIMITS,
         glossary=words.GLOSSARY,
         contents=_contents(sections),
-        charts_json=_inline_json({figure.id: _specification(figure) for figure in drawn}),
+        charts_json=_inline_json(specifications),
         script=script,
         script_digest=_source_digest(script),
         light=css_variables("light"),
@@ -154,11 +162,11 @@ def _contents(sections: Sequence[Section]) -> list[tuple[str, str]]:
     return [("summary", "Summary"), *((part.id, part.title) for part in sections), *fixed]
 
 
-def _specification(figure: Figure) -> dict[str, Any]:
+def specification(figure: Figure, *, validate: bool = False) -> dict[str, Any]:
     """Vega-Lite of a chart; the page's own words are its description."""
-    specification = figure.chart.properties(description=figure.description).to_dict()
-    specification.pop("$schema", None)
-    return specification
+    chart = figure.chart.properties(description=figure.description).to_dict(validate=validate)
+    chart.pop("$schema", None)
+    return chart
 
 
 def _inline_json(value: Any) -> str:
@@ -171,10 +179,8 @@ def _script() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script that draws the charts of the page."""
     import vl_convert
 
-    bundle = vl_convert.javascript_bundle()
-    if "</script" in bundle.lower():
-        bundle = bundle.replace("</script", "<\\/script").replace("</SCRIPT", "<\\/SCRIPT")
-    return bundle + "\n" + DRAW_CHARTS
+    bundle = vl_convert.javascript_bundle(DRAW_CHARTS)
+    return re.sub("</(script)", r"<\\/\1", bundle, flags=re.IGNORECASE)
 
 
 def _source_digest(script: str) -> str:

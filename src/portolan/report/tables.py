@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from portolan.report.facts import Corpus, Entry, Project, Run, Source
-from portolan.report.figures import Table
+from portolan.report.figures import Table, flops_axis
 from portolan.report.words import (
     MISSING,
     count,
@@ -47,12 +47,12 @@ def cost_table(project: Project) -> Table | None:
             )
         )
     columns = ("Run", "All parameters", "Active", "Tokens", "Compute, FLOPs", "Of the target",
-               "Seconds in steps", "Tokens/s", "Final loss")  # fmt: skip
-    axis = next((run.flops_axis for run in project.runs if run.flops_axis), "")
+               "Time in steps", "Tokens/s", "Final loss")  # fmt: skip
     note = (
-        f"Compute is planned and counted by formula: {axis}. Time is that inside training steps; "
-        "evaluation, saving, start-up and repeated updates are left out. Active parameters leave "
-        "out embedding, head, norms, gates and convolutions. Loss: held-out, macro, nats per token."
+        f"Compute is planned and counted by formula: {flops_axis(project)}. Time is that inside "
+        "training steps; evaluation, saving, start-up and repeated updates are left out. Active "
+        "parameters leave out embedding, head, norms, gates and convolutions. Loss: held-out, "
+        "macro, nats per token."
     )
     return Table("Cost of each run", columns, tuple(rows), note)
 
@@ -82,11 +82,14 @@ def score_table(project: Project) -> Table | None:
         ("Measured", loss(score.outcome), "nats per token at the end of the run"),
         ("Error", signed(score.error), "measured − forecast median, nats"),
         ("Standardised error z", signed(score.standardised_error, 2),
-         "(measured − mean of the forecast) ÷ its standard deviation"),
+         "place of the measured value in the forecast, in standard deviations of a normal"),
         ("CRPS", loss(score.crps),
          "continuous ranked probability score, nats; 0 is perfect, lower is better"),
         ("WIS", loss(score.weighted_interval_score),
          "weighted interval score of the 50, 80 and 95 % intervals, nats; lower is better"),
+        ("Compute equivalent", MISSING if score.compute_equivalent is None else
+         f"{score.compute_equivalent:.3f}",
+         "compute that the baseline law needs for the measured loss, over that for the median"),
         *((f"Coverage, {_level(name)}", percent(value, 0), "evaluations inside the interval")
           for name, value in score.coverage),
         ("Evaluations scored", count(score.num_scored), "those that met the registered conditions"),
@@ -217,7 +220,7 @@ def timeline(project: Project) -> Timeline:
     """Journal entries in order."""
     replaced = {ref for entry in project.journal for ref in entry.supersedes}
     moments = tuple(_moment(entry, entry.id in replaced) for entry in project.journal)
-    story = tuple(moment for moment in moments if moment.type not in QUIET_TYPES)
+    story = tuple(m for m in moments if m.type not in QUIET_TYPES and not _replaced_attempt(m))
     counts = Counter(entry.type for entry in project.journal)
     return Timeline(
         story=story[-MAX_ENTRIES:],
@@ -225,6 +228,11 @@ def timeline(project: Project) -> Timeline:
         counts=tuple(sorted(counts.items())),
         num_left_out=max(0, len(moments) - MAX_ENTRIES),
     )
+
+
+def _replaced_attempt(moment: Moment) -> bool:
+    """The start of an attempt, which the record of its end replaces."""
+    return moment.type == "attempt" and moment.superseded
 
 
 def _moment(entry: Entry, superseded: bool) -> Moment:

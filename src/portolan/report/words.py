@@ -157,10 +157,10 @@ def steps(project: Project) -> tuple[Step, ...]:
     return tuple(states)
 
 
-def interval_text(forecast: Forecast, level: int, mark: float = 1.0) -> str:
+def interval_text(forecast: Forecast, level: int, mark: float = 1.0, digits: int = 4) -> str:
     """`2.3012 to 2.3380`, or a dash."""
     ends = forecast.interval(level, mark)
-    return f"{loss(ends[0])} to {loss(ends[1])}" if ends else MISSING
+    return f"{loss(ends[0], digits)} to {loss(ends[1], digits)}" if ends else MISSING
 
 
 def verdict(forecast: Forecast, value: float, mark: float = 1.0) -> Verdict:
@@ -186,10 +186,10 @@ def headline(project: Project) -> Headline:
     sentence = (
         f"{models} were trained to forecast the large one, the target. The forecast of its loss "
         f"on held-out text is {loss(forecast.median(), 3)} nats per token, and gives 95 % "
-        f"probability to {interval_text(forecast, 95)}. "
+        f"probability to values from {interval_text(forecast, 95, digits=3)}. "
     )
     if final is not None:
-        judged = None if _void(project) else verdict(forecast, final)
+        judged = verdict(forecast, final) if comparable(project) else None
         error = final - (forecast.median() or final)
         sentence += f"After training, the measured loss is {loss(final, 3)}"
         if judged:
@@ -205,8 +205,9 @@ def headline(project: Project) -> Headline:
     return Headline(status, sentence, judged, _tiles(project, final), _notes(project))
 
 
-def _void(project: Project) -> bool:
-    return bool(project.score and project.score.void_from)
+def comparable(project: Project) -> bool:
+    """Whether measured values may be held against the forecast; void or unverified ones not."""
+    return not (project.score and (project.score.is_void or project.score.is_unverified))
 
 
 def _running(project: Project, forecast: Forecast, target: Run) -> tuple[str, Verdict | None, str]:
@@ -217,7 +218,7 @@ def _running(project: Project, forecast: Forecast, target: Run) -> tuple[str, Ve
         return status, None, "The target is running and has not been evaluated yet."
     mark = round(latest.completed / target.num_steps, 2)
     text = f"At {percent(mark, 0)} of the run the measured loss is {loss(latest.value, 3)}"
-    if _void(project) or forecast.median(mark) is None:
+    if not comparable(project) or forecast.median(mark) is None:
         return status, None, text + "."
     judged = verdict(forecast, latest.value, mark)
     return status, judged, f"{text}, {judged.text} forecast for this point of the run."
@@ -253,15 +254,22 @@ def _tiles(project: Project, final: float | None) -> tuple[Tile, ...]:
         )
         for level in LEVELS:
             tiles.append(
-                Tile(f"{level} % interval", interval_text(forecast, level), "nats per token")
+                Tile(
+                    f"{level} % interval",
+                    interval_text(forecast, level).replace(" to ", " – "),
+                    "nats per token",
+                )
             )
     if final is not None:
         note = "nats per token, after the last update"
         tiles.append(Tile("Measured", loss(final), note, "measured"))
-        if forecast and (median := forecast.median()) and not _void(project):
+        if forecast and (median := forecast.median()) and comparable(project):
             share = percent((final - median) / median, 2).replace("-", "−")
             note = f"measured − median; {share} of the loss"
             tiles.append(Tile("Error", signed(final - median), note))
+    elif target and target.num_steps and (latest := target.latest(metric_of_record(project))):
+        note = f"nats per token, at {percent(latest.completed / target.num_steps, 0)} of the run"
+        tiles.append(Tile("Measured so far", loss(latest.value), note, "measured"))
     if (share := ladder_share(project)) is not None:
         tiles.append(Tile("Cost of the ladder", percent(share), "of the target's planned compute"))
     if target and target.total_parameters:
@@ -285,10 +293,15 @@ def _short(value: int | None) -> str:
 def _notes(project: Project) -> tuple[str, ...]:
     notes = []
     forecast = project.forecast
-    if project.score and project.score.void_from:
+    if project.score and project.score.is_void:
         notes.append(
-            f"The forecast is void from {project.score.void_from}: the run left the registered "
-            "conditions, so later values are not compared with it."
+            "The forecast is void: the run left the registered conditions, so its values are not "
+            "compared with the forecast."
+        )
+    elif project.score and project.score.is_unverified:
+        notes.append(
+            "The registered conditions could not be checked, so no difference from the forecast "
+            "is shown."
         )
     if project.order_grade == "retrospective" or (forecast and forecast.retrospective):
         notes.append(

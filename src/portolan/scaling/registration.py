@@ -10,7 +10,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from portolan.errors import UsageError
-from portolan.record.canonical import canonical, stringify_floats
+from portolan.canonical import canonical, stringify_floats
 from portolan.record.times import check_time
 from portolan.scaling.forecast import METHOD_NAME, Forecast
 from portolan.scaling.interval import LEVEL_LABELS
@@ -116,14 +116,13 @@ def build_body(
 
     Args:
         metric: identity of the metric of record, see METRIC_FIELDS (`name` may be left out).
-        recipe: digests of model, optimizer, mixture, tokenizer, transport, precision, cadence.
-        method: at least `code_commit` and `script_sha256`.
+        recipe: digests of model, optimizer, mixture, transport, precision, cadence.
+        method: `code_commit` and `script_sha256`.
         conditions: `{field, op, value}`, see `minimum_conditions`.
         evaluations_seen: completed updates of the target's evaluations already known; any entry
             makes the forecast retrospective.
         expiry: until when it may be scored; by default the planned end of the target.
-        reason, changes: for an amendment, why it is made and the ids of the change records.
-        refs: ids of records that it rests on.
+        reason, changes, refs: why an amendment is made, ids of changes, ids it rests on.
     """
     body = {
         "text": _sentence(title, forecast),

@@ -128,6 +128,8 @@ class RemoteQueue:
 
     def finish(self, timeout_seconds: float = FINISH_SECONDS) -> None:
         """Wait for the queue to drain, at most `timeout_seconds`; what is left becomes a gap."""
+        if self._abandoned:
+            return
         with self._changed:
             self._stopping.set()
             self._changed.notify()

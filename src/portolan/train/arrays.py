@@ -39,6 +39,8 @@ def write_arrays(folder: Path, arrays: State) -> None:
 
     folder.mkdir()
     tree = {leaf_folder(path): array for path, array in arrays.items() if array.size}
+    if not tree:
+        return
     handler: Any = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_zarr3=False, use_compression=False
     )

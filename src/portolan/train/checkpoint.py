@@ -73,7 +73,6 @@ class _Save:
     arrays: State
     digest: str = ""
     placed: Path | None = None
-    marking: bool = False
 
 
 class CheckpointStore:
@@ -332,7 +331,6 @@ class CheckpointStore:
         digest = hashlib.sha256((save.staging / MANIFEST).read_bytes()).hexdigest()
         marker = Marker(save.step, int(save.placed.name.removeprefix("attempt-")), digest)
         step_folder = save.placed.parent
-        save.marking = True
         path = staged_files.publish_marker(save.staging, step_folder, marker)
         number = int(path.suffix.removeprefix(".") or 0)
         self._phase("P5:marked")
@@ -352,7 +350,10 @@ class CheckpointStore:
 
     def _discard(self, save: _Save) -> None:
         """Remove our own unmarked files from the temporary root; the protected one keeps them."""
-        if save.kind == "temporary" and save.placed and not save.marking:
+        if save.kind != "temporary" or save.placed is None:
+            return
+        marked = take_inventory(self.folder).marked
+        if not any(candidate.folder == save.placed for candidate in marked):
             shutil.rmtree(save.placed, ignore_errors=True)
             with contextlib.suppress(OSError):
                 save.placed.parent.rmdir()
@@ -450,8 +451,12 @@ class CheckpointStore:
         raised = {
             earlier: max(marks[earlier], step) for earlier in STAGES[: STAGES.index(stage) + 1]
         }
-        if marks != marks | raised:
+        if marks == marks | raised:
+            return
+        try:
             write_json_atomic(self.folder / WATERMARKS, marks | raised)
+        except (OSError, StorageError) as error:
+            self._event("incident", f"watermarks were not written, the save goes on: {error}")
 
     def _locate(self, saved: SavedCheckpoint) -> str:
         with contextlib.suppress(ValueError):

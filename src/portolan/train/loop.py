@@ -5,6 +5,8 @@ import dataclasses
 import fcntl
 import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,15 +14,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
-from portolan.errors import PortolanError, TrainingDiverged
+from portolan.console import errors
+from portolan.errors import PortolanError, StorageError, TrainingDiverged
+from portolan.evals.perplexity import METRIC_PREFIX
 from portolan.files import read_json, storage_errors, write_json_atomic
 from portolan.model.transformer import Batch
-from portolan.optim import hyperball
+from portolan.optim.norms import check_norm_drift
 from portolan.optim.schedule import Rates
 from portolan.track.tracker import Tracker
 from portolan.train.checkpoint import CheckpointStore
+from portolan.train.retention import SaveSchedule
 from portolan.train.state import (
     RunSettings,
     TrainState,
@@ -33,6 +37,9 @@ from portolan.train.state import (
 from portolan.train.step import make_train_step
 
 FINISHED = "finished.json"
+HEADLINE = f"{METRIC_PREFIX}/macro_loss"
+GLOBAL_NORM = "norm/gradient/global"
+REPORT_SECONDS = 1.0
 
 
 class BatchSource(Protocol):
@@ -113,6 +120,28 @@ def exclusive(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Inside, SIGINT and SIGTERM only ask to stop after the current update.
+
+    The state of an update in flight is donated, so it cannot be saved from a handler.
+    """
+    asked: list[int] = []
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, lambda received, _: asked.append(received))
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _drifts(metrics: dict) -> dict[str, float]:
+    return {key: float(x) for key, x in metrics.items() if key.startswith("norm/drift/")}
+
+
 class TrainingLoop:
     """One attempt at a run.
 
@@ -123,7 +152,7 @@ class TrainingLoop:
         evaluate: `(params, beta) -> {metric: value}` at every mark.
         recorder: told of attempts, events and permanent checkpoints.
         report: called with Progress about once a second; must be quick.
-        metadata: digests that make the checkpoint self-describing.
+        metadata: digests that a checkpoint must share with this run to be resumed.
     """
 
     def __init__(
@@ -142,14 +171,14 @@ class TrainingLoop:
         self.evaluate = evaluate
         self.recorder = recorder
         self.report = report
-        self.metadata = metadata
+        self.identity = metadata
         self.schedule = run.schedule
         self.table = group_table(run)
-        self.optimizer = hyperball.build(self.table, run.optimizer)
         self.store = CheckpointStore(folder, on_event=self._checkpoint_event)
         self.completed = 0
         self.train_seconds = 0.0
         self.last_evaluation: dict[str, float] = {}
+        self._last_report = -math.inf
 
     def __call__(self) -> Outcome:
         """Train to the end, resuming from the newest checkpoint that validates."""
@@ -165,19 +194,20 @@ class TrainingLoop:
         reason = "failed"
         tracker = Tracker(self.folder, attempt=ordinal, start_row=start)
         try:
-            state = self._train(state, tracker, ordinal)
+            with stop_requests() as self._stop_requested:
+                state = self._train(state, tracker, ordinal)
             saved = self._save(state, "permanent", ordinal, tracker)
             reason = "finished"
         except KeyboardInterrupt:
             reason = "interrupted"
-            self._save(self._last_state, "temporary", ordinal, tracker)
             raise
-        except TrainingDiverged as error:
+        except PortolanError as error:
             reason = error.message
             raise
         finally:
             tracker.close()
             self._close_attempt(ordinal, start, restored, reason)
+            self.store.close()
         outcome = Outcome(
             run_id=self.run.run_id,
             completed=self.completed,
@@ -190,8 +220,8 @@ class TrainingLoop:
         return outcome
 
     def _restore(self) -> tuple[TrainState, str]:
-        template = initial_state(self.run, self.optimizer)
-        found = self.store.restore()
+        template = initial_state(self.run, self.table)
+        found = self.store.restore(expected_metadata=self.identity)
         if found is None:
             return template, "fresh"
         arrays, metadata = found
@@ -220,30 +250,35 @@ class TrainingLoop:
 
     def _train(self, state: TrainState, tracker: Tracker, ordinal: int) -> TrainState:
         run = self.run
-        step = make_train_step(
-            run, self.optimizer, self.table, resolve_compute_dtype(run.compute_dtype)
-        )
+        step = make_train_step(run, self.table, resolve_compute_dtype(run.compute_dtype))
         marks = run.evaluation_steps()
-        self._last_save = self._last_report = time.monotonic()
-        self._last_state = state
+        saves = SaveSchedule(
+            run.steps,
+            permanent_every=run.permanent_checkpoint_steps,
+            temporary_seconds=run.temporary_checkpoint_seconds,
+            start=self.completed,
+        )
         for index, batch in self.data.batches(self.completed, run.steps):
             begin = time.monotonic()
             state, metrics = step(state, Batch(*batch), self.rates(index))
-            self._last_state = state
             metrics = jax.device_get(metrics)
             if not metrics["finite"]:
                 self._stop_diverged(state, metrics, ordinal, tracker)
             seconds = time.monotonic() - begin
             self.completed = index + 1
             self.train_seconds += seconds
+            check_norm_drift(_drifts(metrics), self.completed)
             self._log(tracker, index, metrics, seconds)
             evaluation = None
             if self.completed in marks:
                 self.last_evaluation = self.evaluate(state.params, state.beta)
                 tracker.log(index, self.last_evaluation)
-                evaluation = self.last_evaluation["eval_dropless/heldout/macro_loss"]
-            self._report(metrics, seconds, evaluation)
-            self._save_if_due(state, ordinal, tracker)
+                evaluation = self.last_evaluation[HEADLINE]
+            self._report(metrics, evaluation)
+            if self._stop_requested():
+                self._save(state, "temporary", ordinal, tracker)
+                raise KeyboardInterrupt
+            self._save_if_due(state, saves, ordinal, tracker)
         return state
 
     def rates(self, index: int) -> Rates:
@@ -260,7 +295,7 @@ class TrainingLoop:
         values = {key: float(metrics[key]) for key in metrics if key.startswith("train/")}
         for name, rate in zip(("hyperball", "adam", "decay"), self.rates(row), strict=True):
             values[f"rate/{name}"] = float(rate)
-        values["norm/gradient/global"] = float(metrics["norm/gradient/global"])
+        values[GLOBAL_NORM] = float(metrics[GLOBAL_NORM])
         values["throughput/step_seconds"] = seconds
         values["throughput/tokens_per_second"] = self.run.tokens_per_step / seconds
         last = row == self.run.steps - 1
@@ -272,9 +307,9 @@ class TrainingLoop:
                     values |= {f"{key}/{layer}": float(v) for layer, v in enumerate(value)}
         tracker.log(row, values)
 
-    def _report(self, metrics: dict, seconds: float, evaluation: float | None) -> None:
+    def _report(self, metrics: dict, evaluation: float | None) -> None:
         now = time.monotonic()
-        if evaluation is None and now - self._last_report < 1.0:
+        if evaluation is None and now - self._last_report < REPORT_SECONDS:
             return
         self._last_report = now
         mean_seconds = self.train_seconds / self.completed
@@ -290,17 +325,26 @@ class TrainingLoop:
             )
         )
 
-    def _save_if_due(self, state: TrainState, ordinal: int, tracker: Tracker) -> None:
-        if self.completed >= self.run.steps:
+    def _save_if_due(
+        self, state: TrainState, saves: SaveSchedule, ordinal: int, tracker: Tracker
+    ) -> None:
+        """Save when the schedule asks; a failed save is tried again later and training goes on."""
+        kind = saves.due(self.completed)
+        if kind is None or self.completed == self.run.steps:
             return
-        if self.completed % self.run.permanent_checkpoint_steps == 0:
-            self._save(state, "permanent", ordinal, tracker)
-        elif time.monotonic() - self._last_save >= self.run.temporary_checkpoint_seconds:
-            self._save(state, "temporary", ordinal, tracker)
+        try:
+            self._save(state, kind, ordinal, tracker)
+            saves.marked(self.completed, kind)
+        except StorageError as error:
+            saves.failed()
+            errors.print(
+                f"save after {self.completed} updates failed, training goes on: {error.message}",
+                markup=False,
+            )
 
     def _save(self, state: TrainState, kind: str, ordinal: int, tracker: Tracker) -> Any:
         tracker.flush_segment()
-        metadata = self.metadata | {
+        metadata = self.identity | {
             "completed": self.completed,
             "row": self.completed - 1,
             "seed": self.run.seed,
@@ -311,7 +355,6 @@ class TrainingLoop:
         saved = self.store.save(
             flatten_state(state), self.completed, kind=kind, attempt=ordinal, metadata=metadata
         )
-        self._last_save = time.monotonic()
         if kind == "permanent":
             self.recorder.checkpoint_saved(self.run.run_id, saved)
         return saved
@@ -319,6 +362,7 @@ class TrainingLoop:
     def _stop_diverged(
         self, state: TrainState, metrics: dict, ordinal: int, tracker: Tracker
     ) -> None:
+        tracker.log(self.completed, {k: float(metrics[k]) for k in ("train/loss", GLOBAL_NORM)})
         name = "loss" if not math.isfinite(metrics["train/loss"]) else "gradient norm"
         self._save(state, "temporary", ordinal, tracker)
         text = f"the {name} of update {self.completed + 1} of {self.run.run_id} is not finite"

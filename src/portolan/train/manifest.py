@@ -184,8 +184,8 @@ def parse_marker(content: bytes, step: int) -> Marker | None:
     return marker if marker.step == step and marker.encode() == content else None
 
 
-def parse_manifest(content: bytes, marker: Marker) -> dict[str, Any]:
-    """The manifest named by a marker.
+def parse_manifest(content: bytes, marker: Marker, name: str) -> dict[str, Any]:
+    """The manifest of checkpoint `name` that `marker` points to.
 
     Raises:
         CheckpointInvalid: its bytes have another digest, or it describes something else.
@@ -193,17 +193,17 @@ def parse_manifest(content: bytes, marker: Marker) -> dict[str, Any]:
     found = hashlib.sha256(content).hexdigest()
     if found != marker.manifest_sha256:
         raise CheckpointInvalid(
-            f"step {marker.step}: {MANIFEST} has digest {found[:12]}…, "
+            f"{name}: file {MANIFEST} has digest {found[:12]}…, "
             f"COMMIT names {marker.manifest_sha256[:12]}…",
             file=MANIFEST,
         )
     manifest = json.loads(content)
     if manifest.get("format") != FORMAT or manifest["step"]["completed"] != marker.step:
-        raise CheckpointInvalid(f"step {marker.step}: {MANIFEST} is not a {FORMAT}", file=MANIFEST)
+        raise CheckpointInvalid(f"{name}: file {MANIFEST} is not a {FORMAT}", file=MANIFEST)
     for file in manifest["files"]:
-        parts = PurePosixPath(file["path"])
-        if parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointInvalid(f"step {marker.step}: file {parts} lies outside", file=MANIFEST)
+        path = PurePosixPath(file["path"])
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointInvalid(f"{name}: file {path} lies outside", file=MANIFEST)
     return manifest
 
 

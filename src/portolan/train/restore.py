@@ -158,7 +158,7 @@ def read_manifest(candidate: Candidate) -> dict[str, Any]:
     """
     path = candidate.folder / MANIFEST
     with _damage(candidate, MANIFEST), reading(path):
-        manifest = parse_manifest(path.read_bytes(), candidate.marker)
+        manifest = parse_manifest(path.read_bytes(), candidate.marker, candidate.name)
     folder = candidate.folder
     for file in manifest["files"]:
         with _damage(candidate, file["path"], file["leaf"]), reading(folder):

@@ -11,6 +11,7 @@ import numpy as np
 from portolan.errors import ResumeRefused
 from portolan.model import transformer
 from portolan.optim.groups import GroupTable, resolve_groups
+from portolan.optim.hyperball import init_state
 from portolan.optim.schedule import PeakRates, Schedule
 from portolan.optim.settings import OptimizerSettings
 from portolan.shapes import ModelConfig
@@ -87,11 +88,12 @@ def group_table(run: RunSettings) -> GroupTable:
     return resolve_groups(shapes, scope=run.optimizer.hyperball_scope)
 
 
-def initial_state(run: RunSettings, optimizer: Any) -> TrainState:
+def initial_state(run: RunSettings, table: GroupTable) -> TrainState:
     """Fresh parameters, empty moments, beta = 0."""
     params = transformer.init(run.config, run.seed)
     beta = jnp.zeros((run.config.num_layers, run.config.num_experts), jnp.float32)
-    return TrainState(params=params, opt=optimizer.init(params), beta=beta)
+    opt = init_state(params, table=table, settings=run.optimizer)
+    return TrainState(params=params, opt=opt, beta=beta)
 
 
 def flatten_state(state: TrainState) -> dict[str, Any]:

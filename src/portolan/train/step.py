@@ -6,18 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from portolan.model import transformer
-from portolan.optim import hyperball
 from portolan.optim.groups import GroupTable
+from portolan.optim.hyperball import build_step
+from portolan.optim.norms import diagnostics
+from portolan.optim.schedule import Rates
 from portolan.train.state import RunSettings, TrainState
 from portolan.tree import flatten_paths
 
 
 def make_train_step(
-    run: RunSettings, optimizer: Any, table: GroupTable, compute_dtype: Any
-) -> Callable[[TrainState, transformer.Batch, hyperball.Rates], tuple[TrainState, dict]]:
+    run: RunSettings, table: GroupTable, compute_dtype: Any
+) -> Callable[[TrainState, transformer.Batch, Rates], tuple[TrainState, dict]]:
     """The jitted update `(state, batch, rates) -> (state, metrics)`; `state` is donated.
 
     When the loss or the gradient norm is not finite the returned state is the old one and
@@ -25,9 +26,11 @@ def make_train_step(
     but for `router/*`, which hold one value a layer.
     """
 
+    update = build_step(table, run.optimizer)
+
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(
-        state: TrainState, batch: transformer.Batch, rates: hyperball.Rates
+        state: TrainState, batch: transformer.Batch, rates: Rates
     ) -> tuple[TrainState, dict]:
         def objective(params: Any) -> tuple[jax.Array, transformer.LossAux]:
             return transformer.loss(
@@ -41,19 +44,18 @@ def make_train_step(
             )
 
         (loss, aux), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
-        updates, opt = optimizer.update(grads, state.opt, state.params, rates=rates)
-        params = optax.apply_updates(state.params, updates)
-        diagnostics = hyperball.diagnostics(grads, state.params, params, table)
-        finite = jnp.isfinite(loss) & jnp.isfinite(diagnostics["norm/gradient/global"])
+        params, opt = update(grads, state.opt, state.params, rates)
+        norms = diagnostics(grads, state.params, params, table)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norms["norm/gradient/global"])
         new = TrainState(params=params, opt=opt, beta=aux.new_beta)
         kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
         metrics = {
             "finite": finite,
             "train/loss": loss,
-            "train/cross_entropy": aux.cross_entropy,
+            "train/cross_entropy": aux.ce,
             "train/mean_square_lse": aux.mean_square_lse,
             **{f"router/{name}": value for name, value in flatten_paths(aux.router).items()},
-            **diagnostics,
+            **norms,
         }
         return kept, metrics
 

@@ -1,4 +1,4 @@
-"""Norms to log and the check that constrained norms did not move; apart from the update."""
+"""Norms: of the constraint, to log, and the check that constrained norms did not move."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,20 @@ import jax.numpy as jnp
 
 from portolan.errors import TrainingDiverged
 from portolan.optim.groups import GroupTable
-from portolan.optim.hyperball import Leaves, frobenius_norm
 from portolan.tree import flatten_paths
+
+Leaves = dict[str, jax.Array]
 
 NORM_DRIFT_LIMIT = 1e-4
 """Largest relative change of a constrained norm in one update (marin #8073)."""
 
 
-def norm_drifts(table: GroupTable, old: Any, new: Any) -> Leaves:
+def frobenius_norm(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Norm over `axes`, which stay with length 1."""
+    return jnp.sqrt(jnp.sum(x * x, axis=axes, keepdims=True))
+
+
+def norm_drifts(old: Any, new: Any, table: GroupTable) -> Leaves:
     """For each constrained leaf, the largest | |W_new| / |W_old| - 1 | of its norm groups."""
     before, after = flatten_paths(old), flatten_paths(new)
     drifts = {}
@@ -28,12 +34,12 @@ def norm_drifts(table: GroupTable, old: Any, new: Any) -> Leaves:
     return drifts
 
 
-def max_norm_drift(table: GroupTable, old: Any, new: Any) -> jax.Array:
+def max_norm_drift(old: Any, new: Any, table: GroupTable) -> jax.Array:
     """The largest of `norm_drifts`, one scalar that is cheap enough for every update."""
-    return jnp.max(jnp.stack(list(norm_drifts(table, old, new).values())))
+    return jnp.max(jnp.stack(list(norm_drifts(old, new, table).values())))
 
 
-def diagnostics(table: GroupTable, grads: Any, old: Any, new: Any) -> Leaves:
+def diagnostics(grads: Any, old: Any, new: Any, table: GroupTable) -> Leaves:
     """Scalars to log: parameter norms after the update, gradient norms, drift of constrained norms.
 
     Keys are `norm/parameters/<path>`, `norm/gradient/<path>`, `norm/gradient/global` and
@@ -43,7 +49,7 @@ def diagnostics(table: GroupTable, grads: Any, old: Any, new: Any) -> Leaves:
     squares = {path: jnp.sum(jnp.square(leaf)) for path, leaf in flatten_paths(grads).items()}
     out |= {f"norm/gradient/{path}": jnp.sqrt(square) for path, square in squares.items()}
     out["norm/gradient/global"] = jnp.sqrt(jnp.sum(jnp.stack(list(squares.values()))))
-    drifts = norm_drifts(table, old, new)
+    drifts = norm_drifts(old, new, table)
     return out | {f"norm/drift/{path}": drift for path, drift in drifts.items()}
 
 

@@ -1,0 +1,1 @@
+"""Norm-constrained optimizer: parameter groups, update rule, rates."""

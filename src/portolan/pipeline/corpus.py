@@ -1,0 +1,340 @@
+"""The curated corpus of a project: tokenizer, token store, held-out set, and their summary."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from portolan.canonical import digest, stringify_floats
+from portolan.console import say
+from portolan.files import read_json, sha256_file, write_json_atomic
+from portolan.project import Project
+from portolan.recipe import Recipe
+from portolan.scaling.ladder import Rung
+
+SUMMARY = "summary.json"
+VERSION = 1
+
+
+def corpus_key(recipe: Recipe) -> str:
+    """Digest of the settings that change the corpus."""
+    settings = {
+        "data": recipe.data.model_dump(mode="json"),
+        "tokenizer": recipe.tokenizer.model_dump(mode="json"),
+        "rows": recipe.evaluation.max_sequences_per_domain,
+        "sequence_length": recipe.shape(recipe.model.width).sequence_length,
+        "version": VERSION,
+    }
+    return digest(stringify_floats(settings))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What the training stages need of the corpus; files are opened when they are asked for."""
+
+    project: Project
+    summary: dict[str, Any]
+
+    @property
+    def store_digest(self) -> str:
+        """Digest of all training tokens."""
+        return self.summary["store"]["digest"]
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """SHA-256 of the tokenizer file."""
+        return self.summary["tokenizer"]["digest"]
+
+    @property
+    def evaluation_digest(self) -> str:
+        """Digest of the held-out rows that every evaluation sees."""
+        return self.summary["heldout"]["digest"]
+
+    @property
+    def domains(self) -> list[str]:
+        """Names of the held-out domains."""
+        return list(self.summary["heldout"]["domains"])
+
+    def path(self, part: str) -> Path:
+        """Path of a part: `tokenizer`, `store` or `heldout`."""
+        return self.project.root / self.summary[part]["path"]
+
+    def tokenizer(self) -> Any:
+        """The tokenizer with its boundary policy."""
+        return load_tokenizer(self.path("tokenizer"), self.project.recipe)
+
+    @cached_property
+    def store(self) -> Any:
+        """The memory-mapped token store."""
+        from portolan.data.store import TokenStore
+
+        return TokenStore(self.path("store"))
+
+    @cached_property
+    def evaluation_set(self) -> Any:
+        """Held-out rows of the length that the models train on."""
+        return open_evaluation_set(self.path("heldout"), self.tokenizer(), self.project.recipe)
+
+    def loader(self, rung: Rung, seed: int, reference_tokens: int) -> Any:
+        """Batches of a run: the mixture on this store, with the epochs of the target."""
+        from portolan.data.loader import Loader
+        from portolan.data.mixture import simulated_prefixes
+
+        mixture = self.mixture(rung)
+        length = rung.config.sequence_length
+        prefixes = simulated_prefixes(
+            {name: tokens // length for name, tokens in self.store.tokens_by_cell.items()},
+            experiment_tokens=rung.tokens,
+            target_tokens=max(reference_tokens, rung.tokens),
+            weighted=[name for name, count in mixture.phases[0].counts.items() if count],
+        )
+        return Loader(self.store, mixture, batch=rung.batch_sequences, seed=seed, prefixes=prefixes)
+
+    def mixture(self, rung: Rung) -> Any:
+        """Counts per cell of one phase over the whole run."""
+        from portolan.data.mixture import DEFAULT_LATTICE, plan_mixture
+        from portolan.data.mixture_design import round_to_lattice
+
+        recipe = self.project.recipe
+        tokens = self.store.tokens_by_cell
+        given = recipe.mixture.weights or {name: float(count) for name, count in tokens.items()}
+        total = sum(given.values())
+        weights = {name: given.get(name, 0.0) / total for name in tokens}
+        return plan_mixture(
+            recipe.name,
+            tokens=tokens,
+            tokenizer_digest=self.tokenizer_digest,
+            store_digest=self.store_digest,
+            steps=rung.steps,
+            batch_sequences=rung.batch_sequences,
+            sequence_length=rung.config.sequence_length,
+            phases=[("main", (0, 1), round_to_lattice(weights, DEFAULT_LATTICE))],
+            block_sequences=rung.mixture_block,
+            cap_epochs=recipe.mixture.max_epochs,
+        )
+
+    def artifacts(self) -> Iterator[tuple[str, str, list[Path], str]]:
+        """(kind, name, files, text) of everything that the record must name."""
+        summary, store = self.summary, self.summary["store"]
+        files = [path for path in self.path("store").rglob("*") if path.is_file()]
+        text = f"training tokens: {store['tokens']} in {store['documents']} documents"
+        yield "dataset", "token store", files, text
+        files = [path for path in self.path("heldout").rglob("*") if path.is_file()]
+        yield "dataset", "held-out tokens", files, "documents that no model is trained on"
+        text = f"byte-level BPE of {summary['tokenizer']['vocab_size']} tokens"
+        yield "tokenizer", "tokenizer", [self.path("tokenizer")], text
+        files = [self.project.root / path for path in summary["manifests"]]
+        yield "dataset", "curation manifests", files, "what each step of curation read and wrote"
+        files = [self.project.corpus / SUMMARY]
+        yield "dataset", "corpus summary", files, "what the corpus is, in numbers"
+
+    def describe(self) -> list[str]:
+        """Lines for a person."""
+        lines = [
+            f"{s['key']}: {s['documents']:,} documents, {s['bytes'] / 1e6:.1f} MB, "
+            f"{s['tokens']:,} tokens, {s['heldout_documents']} held out, {s['license_class']}"
+            for s in self.summary["sources"]
+        ]
+        store = self.summary["store"]
+        return [*lines, f"token store: {store['tokens']:,} tokens, digest {store['digest'][:16]}"]
+
+
+def load_tokenizer(path: Path, recipe: Recipe) -> Any:
+    """A tokenizer file with the recipe's boundary policy."""
+    from portolan.data.tokenizer import BoundaryPolicy, DocumentTokenizer
+
+    policy = BoundaryPolicy(bos=recipe.tokenizer.bos, eos=recipe.tokenizer.eos)
+    return DocumentTokenizer.from_file(path, policy)
+
+
+def open_evaluation_set(folder: Path, tokenizer: Any, recipe: Recipe) -> Any:
+    """The held-out store as rows, capped as the recipe says."""
+    from portolan.data.evaluation_set import EvaluationSet
+    from portolan.data.store import TokenStore
+    from portolan.data.tokenizer import token_bytes
+
+    return EvaluationSet(
+        TokenStore(folder),
+        recipe.shape(recipe.model.width).sequence_length,
+        token_bytes(tokenizer),
+        max_rows=recipe.evaluation.max_sequences_per_domain,
+    )
+
+
+def find_corpus(project: Project) -> Corpus | None:
+    """The corpus of this recipe, if its stage is complete."""
+    path = project.corpus / SUMMARY
+    if not path.is_file():
+        return None
+    summary = read_json(path)
+    return Corpus(project, summary) if summary["key"] == corpus_key(project.recipe) else None
+
+
+def build_corpus(project: Project) -> Corpus:
+    """Curate the sources, train the tokenizer, tokenise, and write the summary last."""
+    from portolan.data.curate import CurationProgress, curate_documents
+    from portolan.data.store import cells_of_sources, write_store
+
+    def report(step: CurationProgress) -> None:
+        rate = step.text_bytes / max(step.seconds, 1e-9) / 1e6
+        state = "kept" if step.skipped else f"{step.seconds:.1f} s, {rate:.1f} MB/s"
+        say(f"{step.step} {step.source}: {step.documents:,} documents, {state}")
+
+    curated = curate_documents(project.recipe.data, project.root, progress=report)
+    for warning in curated.warnings:
+        say(f"warning: {warning}")
+    train = [(source.key, source.train_shards) for source in curated.domains]
+    heldout = [(s.key, s.heldout_shards) for s in curated.domains if s.heldout_documents]
+    with _timed("tokenizer"):
+        path = _tokenizer_file(project, curated.key, train)
+        tokenizer = load_tokenizer(path, project.recipe)
+        _check_vocabulary(tokenizer, path, project.recipe)
+    tokens = project.corpus / "tokens"
+    with _timed("tokenise"):
+        store = write_store(tokens, cells_of_sources(train), tokenizer, inputs=[curated.key])
+        held = write_store(
+            project.corpus / "heldout-tokens",
+            cells_of_sources(heldout),
+            tokenizer,
+            inputs=[curated.heldout_key],
+        )
+    summary = _summarize(project, curated, tokenizer, path, store, held)
+    write_json_atomic(project.corpus / SUMMARY, summary)
+    return Corpus(project, summary)
+
+
+class _timed:
+    """Say how long a step took."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.begin = time.monotonic()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            say(f"{self.name}: {time.monotonic() - self.begin:.1f} s")
+
+
+def _tokenizer_file(project: Project, key: str, train: list) -> Path:
+    """The recipe's tokenizer, copied into the project, or one trained on the corpus."""
+    from portolan.data.tokenizer import train_tokenizer_file
+    from portolan.errors import UsageError
+    from portolan.files import write_bytes_atomic
+
+    settings = project.recipe.tokenizer
+    if settings.file:
+        source = project.root / settings.file
+        if not source.is_file():
+            raise UsageError(
+                f"tokenizer.file = {settings.file!r} does not exist in {project.root}",
+                remedy="copy a tokenizer.json there, or leave the key out to train one",
+            )
+        target = project.corpus / "tokenizer" / f"{sha256_file(source)[:16]}.json"
+        write_bytes_atomic(target, source.read_bytes())
+        return target
+    identity = {
+        "input": key,
+        "vocab_size": settings.vocab_size,
+        "sample_bytes": settings.sample_bytes,
+        "seed": project.recipe.data.seed,
+    }
+    target = project.corpus / "tokenizer" / f"{digest(identity)[:16]}.json"
+    if not target.is_file():
+        train_tokenizer_file(
+            target,
+            train,
+            vocab_size=settings.vocab_size,
+            seed=project.recipe.data.seed,
+            sample_bytes=settings.sample_bytes,
+        )
+    return target
+
+
+def _check_vocabulary(tokenizer: Any, path: Path, recipe: Recipe) -> None:
+    from portolan.errors import UsageError
+
+    if tokenizer.vocab_size > recipe.tokenizer.vocab_size:
+        raise UsageError(
+            f"{path} has {tokenizer.vocab_size} tokens, tokenizer.vocab_size is "
+            f"{recipe.tokenizer.vocab_size}",
+            remedy="raise tokenizer.vocab_size to at least the tokenizer's size",
+        )
+
+
+def _summarize(
+    project: Project, curated: Any, tokenizer: Any, path: Path, store: Any, held: Any
+) -> dict[str, Any]:
+    recipe = project.recipe
+    evaluation = open_evaluation_set(held.folder, tokenizer, recipe)
+    train_counts = sum(cell.count_tokens(store.vocab_size) for cell in store.cells.values())
+    unigram = _unigram(train_counts, evaluation, store.vocab_size)
+    provenance = {row["key"]: row for row in curated.provenance}
+    tokens = store.tokens_by_cell
+    sources = [
+        {
+            "key": source.key,
+            "category": source.category,
+            "license_spdx": provenance[source.key]["license_spdx"],
+            "license_class": source.license_class,
+            "read": source.read,
+            "documents": source.train_documents,
+            "bytes": source.train_text_bytes,
+            "tokens": tokens.get(source.key, 0),
+            "heldout_documents": source.heldout_documents,
+            "heldout_tokens": held.tokens_by_cell.get(source.key, 0),
+            "dropped": source.dropped,
+            "provenance": provenance[source.key]["row_hash"],
+        }
+        for source in curated.sources
+    ]
+    summary = {
+        "key": corpus_key(recipe),
+        "documents_key": curated.key,
+        "sources": sources,
+        "tokenizer": {
+            "path": project.relative(path),
+            "vocab_size": tokenizer.vocab_size,
+            "digest": tokenizer.digest,
+            "bos": recipe.tokenizer.bos,
+            "eos": recipe.tokenizer.eos,
+            "bytes_per_token": sum(s["bytes"] for s in sources) / max(1, sum(tokens.values())),
+        },
+        "store": {
+            "path": project.relative(store.folder),
+            "digest": store.digest,
+            "tokens": sum(tokens.values()),
+            "documents": sum(s["documents"] for s in sources),
+        },
+        "heldout": {
+            "path": project.relative(held.folder),
+            "digest": evaluation.digest,
+            "domains": evaluation.domains,
+            "rows": {name: len(rows.tokens) for name, rows in evaluation.rows.items()},
+            "truncated": evaluation.truncated,
+        },
+        "manifests": [project.relative(manifest) for manifest in curated.manifests],
+        "unigram_cross_entropy": unigram,
+        "warnings": list(curated.warnings),
+    }
+    return stringify_floats(summary)
+
+
+def _unigram(train_counts: Any, evaluation: Any, vocab_size: int) -> dict[str, float]:
+    """Nats per held-out token under training frequencies: mean over domains, and over tokens."""
+    import numpy as np
+
+    from portolan.data.loss_metrics import unigram_cross_entropy
+
+    per_domain = []
+    for rows in evaluation.rows.values():
+        targets = rows.tokens[:, 1:][rows.weights[:, :-1] > 0]
+        counts = np.bincount(targets, minlength=vocab_size)
+        per_domain.append(unigram_cross_entropy(train_counts, counts))
+    return {
+        "macro": float(np.mean(per_domain)),
+        "micro": unigram_cross_entropy(train_counts, evaluation.target_counts(vocab_size)),
+    }

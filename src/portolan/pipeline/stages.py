@@ -1,0 +1,205 @@
+"""The stages in order. Each does only what is missing, and says when nothing is."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from portolan.console import say
+from portolan.errors import PortolanError
+from portolan.pipeline import forecasting
+from portolan.pipeline.corpus import Corpus, build_corpus, find_corpus
+from portolan.pipeline.plan import ladder_share
+from portolan.pipeline.recorder import ProjectRecord
+from portolan.pipeline.runs import is_finished, planned_runs, train
+from portolan.project import Project
+
+REQUIRES_CORPUS = "run `portolan curate` first"
+
+
+def run_all(project: Project, *, dry_run: bool) -> None:
+    """Every stage in order, then the summary."""
+    missing = missing_stages(project)
+    if dry_run:
+        say(f"would do: {', '.join(missing) or 'nothing'}")
+        return
+    if not missing:
+        say(f"nothing to do: every stage of {project.root} is done")
+        summarize(project)
+        return
+    say(f"to do: {', '.join(missing)}")
+    start = time.monotonic()
+    for name, stage in STAGES.items():
+        if name in missing:
+            begin = time.monotonic()
+            say(f"stage {name}")
+            stage(project)
+            say(f"stage {name} done in {time.monotonic() - begin:.1f} s")
+    verify(project)
+    summarize(project)
+    say(f"all stages done in {time.monotonic() - start:.0f} s")
+
+
+def missing_stages(project: Project) -> list[str]:
+    """Names of the stages that have something to do, in order."""
+    corpus = find_corpus(project)
+    if corpus is None:
+        return list(STAGES)
+    runs = planned_runs(project, corpus)
+    record = ProjectRecord(project)
+    registered = forecasting.registered(record, runs[-1]) is not None
+    missing = []
+    if not all(is_finished(project, run) for run in runs[:-1]):
+        missing.append("ladder")
+    if not registered:
+        missing.append("register")
+    if not is_finished(project, runs[-1]):
+        missing.append("train")
+    scored = project.runs / runs[-1].run_id / "score.json"
+    if missing or not scored.is_file():
+        missing.append("score")
+    if missing or not (project.site / "index.html").is_file():
+        missing.append("report")
+    return missing
+
+
+def curate(project: Project) -> None:
+    """Documents, tokenizer, held-out set and token store."""
+    if find_corpus(project) is not None:
+        say("nothing to do: the corpus is curated")
+        return
+    corpus = build_corpus(project)
+    record = ProjectRecord(project)
+    for kind, name, paths, text in corpus.artifacts():
+        record.artifact(kind, name, paths, text)
+    record.sign()
+    for line in corpus.describe():
+        say(line)
+
+
+def train_rungs(project: Project) -> None:
+    """Train every rung that is not finished, cheapest first."""
+    corpus = require_corpus(project)
+    record = ProjectRecord(project)
+    trained = [train(project, corpus, record, run) for run in planned_runs(project, corpus)[:-1]]
+    if not any(trained):
+        say("nothing to do: every rung is finished")
+
+
+def forecast(project: Project) -> None:
+    """Print the forecast from the finished rungs."""
+    forecasting.print_forecast(forecasting.make_forecast(project, require_corpus(project)))
+
+
+def register(project: Project, *, retrospective: bool = False) -> None:
+    """Seal the forecast."""
+    corpus = require_corpus(project)
+    forecasting.print_forecast(forecasting.make_forecast(project, corpus))
+    record = ProjectRecord(project)
+    if not forecasting.register_target(project, corpus, record, retrospective=retrospective):
+        say("nothing to do: a forecast of this target is registered")
+        return
+    head = record.journal.head
+    say(f"registered; journal head {head.seq} {head.head}")
+
+
+def train_target(project: Project) -> None:
+    """Train the target; a forecast must be registered first."""
+    corpus = require_corpus(project)
+    record = ProjectRecord(project)
+    target = planned_runs(project, corpus)[-1]
+    if forecasting.registered(record, target) is None and not is_finished(project, target):
+        raise PortolanError(
+            f"no forecast is registered for {target.run_id}",
+            remedy="run `portolan ladder` and `portolan register` first",
+        )
+    if not train(project, corpus, record, target):
+        say("nothing to do: the target is finished")
+
+
+def score(project: Project) -> None:
+    """Score the registered forecast."""
+    corpus = require_corpus(project)
+    result = forecasting.score_target(project, corpus, ProjectRecord(project))
+    if result is None:
+        say("nothing to do: the score is up to date")
+        return
+    say(f"verdict: {result['verdict']}")
+
+
+def report(project: Project) -> None:
+    """Build the page."""
+    from portolan.report.site import build_site
+
+    say(f"page: {build_site(project.root)}")
+
+
+def verify(project: Project) -> None:
+    """Check the record and every file that it names.
+
+    Raises:
+        PortolanError: something differs.
+    """
+    from portolan.record.verify import verify_project
+
+    result = verify_project(project.root)
+    say(f"verify: {result}")
+    if result.exit_code:
+        raise PortolanError("the record does not verify", remedy="see the lines above")
+
+
+def require_corpus(project: Project) -> Corpus:
+    """The curated corpus of this recipe.
+
+    Raises:
+        PortolanError: there is none yet.
+    """
+    corpus = find_corpus(project)
+    if corpus is None:
+        raise PortolanError("the corpus is not curated", remedy=REQUIRES_CORPUS)
+    return corpus
+
+
+STAGES: dict[str, Callable[[Project], Any]] = {
+    "curate": curate,
+    "ladder": train_rungs,
+    "register": register,
+    "train": train_target,
+    "score": score,
+    "report": report,
+}
+
+
+def summarize(project: Project) -> None:
+    """Forecast, measured value, verdict, cost and the path of the page."""
+    corpus = require_corpus(project)
+    runs = planned_runs(project, corpus)
+    target = runs[-1]
+    entry = forecasting.registered(ProjectRecord(project), target)
+    assert entry is not None
+    final = entry.body["quantiles"][forecasting.HEADLINE]["1.00"]
+    say(f"forecast: {_number(final['0.5'])} nats per token ({forecasting.HEADLINE})")
+    for level, low, high in ((50, "0.25", "0.75"), (80, "0.1", "0.9"), (95, "0.025", "0.975")):
+        say(f"  {level} % interval: {_number(final[low])} to {_number(final[high])}")
+    outcome = project.read("runs", target.run_id, "finished.json")
+    result = project.read("runs", target.run_id, "score.json")
+    measured = outcome["evaluation"][forecasting.HEADLINE]
+    say(f"measured: {measured:.4f} nats per token; verdict: {result['verdict']}")
+    micro = outcome["evaluation"]["eval_dropless/heldout/micro_loss"]
+    unigram = corpus.summary["unigram_cross_entropy"]
+    say(
+        f"unigram entropy of the held-out text: macro {float(unigram['macro']):.4f}, micro "
+        f"{float(unigram['micro']):.4f} nats per token; the model's micro loss: {micro:.4f}"
+    )
+    share = ladder_share(project.recipe)
+    say(
+        f"ladder cost: {100 * share['no_head']:.1f} % of the target's FLOPs without head "
+        f"({100 * share['with_head']:.1f} % with head)"
+    )
+    for run in runs:
+        seconds = project.read("runs", run.run_id, "finished.json")["train_seconds"]
+        say(f"{run.run_id}: {run.rung.tokens / seconds:,.0f} tokens/s over {seconds:.0f} s")
+    say(f"page: {(project.site / 'index.html').resolve()}")
+
+
+def _number(text: str) -> str:
+    return f"{float(text):.4f}"

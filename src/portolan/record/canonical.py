@@ -1,1 +1,0 @@
-from portolan.canonical import *  # temporary
