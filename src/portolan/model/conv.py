@@ -1,26 +1,66 @@
 """Short depthwise causal convolution that stops at document boundaries.
 
-Shapes: B rows, S positions, C channels, W taps.
+Shapes: B rows, S positions, T = B*S tokens (rows one after the other), C channels, W taps.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-def same_document(segments_BS: jax.Array, num_taps: int) -> jax.Array:
-    """[W-1, B, S]: whether the position 1..W-1 steps back exists and is in the same document."""
-    shifted = [
-        jnp.pad(segments_BS[:, :-back], ((0, 0), (back, 0)), constant_values=-2) == segments_BS
-        for back in range(1, num_taps)
-    ]
-    return jnp.stack(shifted) if shifted else jnp.zeros((0, *segments_BS.shape), bool)
+class Neighbours(NamedTuple):
+    """[W-1, T, 1], 1 or 0: whether the token 1..W-1 steps back (or ahead) is in the document."""
+
+    back: jax.Array
+    ahead: jax.Array
 
 
-def short_conv(x_BSC: jax.Array, taps_WC: jax.Array, same_WBS: jax.Array) -> jax.Array:
+def find_neighbours(segments_BS: jax.Array, num_taps: int, dtype: jnp.dtype) -> Neighbours:
+    """Neighbours of each position within its row and document."""
+    back, ahead = [], []
+    for steps in range(1, num_taps):
+        same = segments_BS[:, steps:] == segments_BS[:, :-steps]
+        back.append(jnp.pad(same, ((0, 0), (steps, 0))))
+        ahead.append(jnp.pad(same, ((0, 0), (0, steps))))
+
+    def stack(masks: list[jax.Array]) -> jax.Array:
+        shape = (num_taps - 1, segments_BS.size, 1)
+        return jnp.stack(masks).reshape(shape).astype(dtype) if masks else jnp.zeros(shape, dtype)
+
+    return Neighbours(stack(back), stack(ahead))
+
+
+def _shifted(x_TC: jax.Array, steps: int) -> jax.Array:
+    """x[t - steps], zeros where that leaves the array. Rows are separated by the masks."""
+    zeros = jnp.zeros((abs(steps), x_TC.shape[1]), x_TC.dtype)
+    if steps > 0:
+        return jnp.concatenate([zeros, x_TC[:-steps]])
+    return jnp.concatenate([x_TC[-steps:], zeros])
+
+
+@jax.custom_vjp
+def short_conv(x_TC: jax.Array, taps_WC: jax.Array, neighbours: Neighbours) -> jax.Array:
     """out[t] = sum over w of taps[w] * x[t - w], terms of other documents left out."""
-    taps_WC = taps_WC.astype(x_BSC.dtype)
-    out = taps_WC[0] * x_BSC
-    for back in range(1, taps_WC.shape[0]):
-        moved = jnp.pad(x_BSC[:, :-back], ((0, 0), (back, 0), (0, 0)))
-        out += taps_WC[back] * jnp.where(same_WBS[back - 1][..., None], moved, 0)
+    out = taps_WC[0] * x_TC
+    for w in range(1, taps_WC.shape[0]):
+        out += taps_WC[w] * neighbours.back[w - 1] * _shifted(x_TC, w)
     return out
+
+
+def _forward(x_TC, taps_WC, neighbours):
+    return short_conv(x_TC, taps_WC, neighbours), (x_TC, taps_WC, neighbours)
+
+
+def _backward(saved, grad_TC):
+    x_TC, taps_WC, neighbours = saved
+    dx = taps_WC[0] * grad_TC
+    dtaps = [jnp.sum(grad_TC * x_TC, axis=0)]
+    for w in range(1, taps_WC.shape[0]):
+        ahead = neighbours.ahead[w - 1] * _shifted(grad_TC, -w)
+        dx += taps_WC[w] * ahead
+        dtaps.append(jnp.sum(ahead * x_TC, axis=0))
+    return dx, jnp.stack(dtaps), None
+
+
+short_conv.defvjp(_forward, _backward)

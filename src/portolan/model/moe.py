@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from portolan.model.norms import rms_norm, wide
 from portolan.model.router import (
+    SAVED_ROUTING,
     Margins,
     RouterMetrics,
     bin_margins,
@@ -89,76 +91,87 @@ def apply_experts(
     return _forward(x_TR, weights_TK, experts, dispatch)[0]
 
 
-def _forward(x_TR, weights_TK, experts, dispatch):
+def _inner(x_TR, experts, dispatch):
+    """Inputs [C, Q, R], gate and up products [C, Q, F] and their joined weights per block."""
     blocks_CQR = x_TR[dispatch.token_P].reshape(dispatch.expert_C.size, BLOCK_SLOTS, -1)
-    gate_CQF = jnp.einsum("cqr,crf->cqf", blocks_CQR, experts.gate[dispatch.expert_C])
-    up_CQF = jnp.einsum("cqr,crf->cqf", blocks_CQR, experts.up[dispatch.expert_C])
+    joined = jnp.concatenate([experts.gate, experts.up], axis=2)[dispatch.expert_C]
+    gate_CQF, up_CQF = jnp.split(jnp.einsum("cqr,crf->cqf", blocks_CQR, joined), 2, axis=2)
+    return blocks_CQR, gate_CQF, up_CQF, joined
+
+
+def _forward(x_TR, weights_TK, experts, dispatch):
+    _, gate_CQF, up_CQF, _ = _inner(x_TR, experts, dispatch)
     inner_CQF = jax.nn.silu(gate_CQF) * up_CQF
     y_CQR = jnp.einsum("cqf,cfr->cqr", inner_CQF, experts.down[dispatch.expert_C])
-    y_PR = y_CQR.reshape(-1, x_TR.shape[1])
+    y_TKR = y_CQR.reshape(-1, x_TR.shape[1])[dispatch.slot_TK]
     weights_TK = jnp.where(dispatch.valid_TK, weights_TK, 0)
-    out = jnp.einsum("tk,tkr->tr", weights_TK, y_PR[dispatch.slot_TK])
-    return out, (blocks_CQR, gate_CQF, up_CQF, y_PR, weights_TK, experts, dispatch)
+    out = jnp.sum(weights_TK[..., None] * y_TKR, axis=1)
+    return out, (x_TR, weights_TK, experts, dispatch)
 
 
 def _backward(saved, grad_TR):
-    blocks_CQR, gate_CQF, up_CQF, y_PR, weights_TK, experts, dispatch = saved
-    num_experts = experts.gate.shape[0]
-    dweights_TK = jnp.einsum("tr,tkr->tk", grad_TR, y_PR[dispatch.slot_TK])
-    dweights_TK = jnp.where(dispatch.valid_TK, dweights_TK, 0)
-    weight_P = jnp.where(
-        dispatch.valid_P, weights_TK[dispatch.token_P, dispatch.choice_P], 0
-    )
-    dy_CQR = (grad_TR[dispatch.token_P] * weight_P[:, None]).reshape(blocks_CQR.shape)
-    gate_CRF, up_CRF, down_CFR = (
-        leaf[dispatch.expert_C] for leaf in (experts.gate, experts.up, experts.down)
-    )
+    x_TR, weights_TK, experts, dispatch = saved
+    num_experts, _, inner_width = experts.gate.shape
+    blocks_CQR, gate_CQF, up_CQF, joined_CRF = _inner(x_TR, experts, dispatch)
     sigma = jax.nn.sigmoid(gate_CQF)
     silu = gate_CQF * sigma
-    dinner = jnp.einsum("cqr,cfr->cqf", dy_CQR, down_CFR)
-    dup = dinner * silu
-    dgate = dinner * up_CQF * (sigma + silu * (1 - sigma))
-    dx_CQR = jnp.einsum("cqf,crf->cqr", dgate, gate_CRF) + jnp.einsum(
-        "cqf,crf->cqr", dup, up_CRF
+    weight_P = jnp.where(dispatch.valid_P, weights_TK[dispatch.token_P, dispatch.choice_P], 0)
+    weight_CQ1 = weight_P.reshape(*gate_CQF.shape[:2], 1)
+    dy_CQR = grad_TR[dispatch.token_P].reshape(blocks_CQR.shape)
+    # Before weighting: its product with the inner activations is the gradient of the weight.
+    dinner = jnp.einsum("cqr,cfr->cqf", dy_CQR, experts.down[dispatch.expert_C])
+    dweight_P = jnp.sum(dinner * silu * up_CQF, axis=2).reshape(-1)
+    dinner = dinner * weight_CQ1
+    djoined = jnp.concatenate(
+        [dinner * up_CQF * (sigma + silu * (1 - sigma)), dinner * silu], axis=2
     )
-    dx_TKR = dx_CQR.reshape(y_PR.shape)[dispatch.slot_TK]
+    dx_CQR = jnp.einsum("cqf,crf->cqr", djoined, joined_CRF)
+    dx_TKR = dx_CQR.reshape(-1, x_TR.shape[1])[dispatch.slot_TK]
     dx_TR = jnp.sum(jnp.where(dispatch.valid_TK[..., None], dx_TKR, 0), axis=1)
+    dweights_TK = jnp.where(dispatch.valid_TK, dweight_P[dispatch.slot_TK], 0)
+    owner = (dispatch.expert_C == jnp.arange(num_experts)[:, None]).astype(x_TR.dtype)
 
     def by_expert(a, b):
         per_block = jnp.einsum("cqa,cqb->cab", a, b)
-        owner = (dispatch.expert_C == jnp.arange(num_experts)[:, None]).astype(per_block.dtype)
         flat = owner @ per_block.reshape(per_block.shape[0], -1)
         return flat.reshape(num_experts, *per_block.shape[1:])
 
-    dexperts = GatedMlp(
-        by_expert(blocks_CQR, dgate), by_expert(blocks_CQR, dup), by_expert(silu * up_CQF, dy_CQR)
-    )
-    return dx_TR, dweights_TK, dexperts, None
+    dgate, dup = jnp.split(by_expert(blocks_CQR, djoined), [inner_width], axis=2)
+    ddown = by_expert(silu * up_CQF * weight_CQ1, dy_CQR)
+    return dx_TR, dweights_TK, GatedMlp(dgate, dup, ddown), None
 
 
 apply_experts.defvjp(_forward, _backward)
 
 
-def gated_mlp(x: jax.Array, params: GatedMlp) -> jax.Array:
-    """(silu(x gate) * (x up)) down, in the dtype of x."""
-    gate, up, down = (leaf.astype(x.dtype) for leaf in (params.gate, params.up, params.down))
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
-
-
-def routed(
-    x_TD: jax.Array, params: Moe, beta_E: jax.Array, valid_T: jax.Array, config: ModelConfig
+def feed_forward(
+    x_TD: jax.Array,
+    params: Moe,
+    shared: list[GatedMlp],
+    beta_E: jax.Array,
+    valid_T: jax.Array,
+    config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array, RouterMetrics]:
-    """Routed(x) [T, D], the new beta [E] and the router's metrics."""
+    """Routed(x) + sum of the shared experts [T, D], the new beta [E], the router's metrics."""
     dtype = x_TD.dtype
-    logits_TE = (x_TD @ params.router.astype(dtype)).astype(wide(dtype))
+    # One product for everything that reads x.
+    gates, ups, downs = ([getattr(m, n) for m in shared] for n in ("gate", "up", "down"))
+    joined = jnp.concatenate([params.router, params.latent_down, *gates, *ups], axis=1)
+    ends = [config.num_experts, config.num_experts + config.latent_width]
+    logits_TE, latent, inner = jnp.split(x_TD @ joined.astype(dtype), ends, axis=1)
+    gate, up = jnp.split(inner, 2, axis=1)
+    logits_TE = logits_TE.astype(wide(dtype))
     bias_E = jnp.mean(beta_E) - beta_E
     routing = route(logits_TE, bias_E, config.experts_per_token)
-    latent = rms_norm(x_TD @ params.latent_down.astype(dtype), params.latent_norm.gain)
+    latent = rms_norm(latent, params.latent_norm.gain)
     dispatch = plan_dispatch(routing.experts_TK, valid_T, config.num_experts)
+    dispatch = checkpoint_name(dispatch, SAVED_ROUTING)
     experts = jax.tree.map(lambda leaf: leaf.astype(dtype), params.experts)
     out = apply_experts(latent, routing.weights_TK.astype(dtype), experts, dispatch)
+    both = jnp.concatenate([out, jax.nn.silu(gate) * up], axis=1)
+    out = both @ jnp.concatenate([params.latent_up, *downs], axis=0).astype(dtype)
     logits_TE = jax.lax.stop_gradient(logits_TE)
     margins: Margins = bin_margins(logits_TE, routing.threshold_T, valid_T, config.qb_bins)
     new_beta = update_beta(margins, config.experts_per_token, config.qb_bins)
     metrics = measure(logits_TE, routing.experts_TK, valid_T, bias_E, margins, config)
-    return out @ params.latent_up.astype(dtype), new_beta, metrics
+    return out, new_beta, metrics

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from portolan.shapes import COMBINE_WEIGHT_SUM, ModelConfig
 
 COMBINE_EPSILON = 1e-9
 MIN_MARGIN_RANGE = 1e-6
+SAVED_ROUTING = "routing"
 
 
 class RouterMetrics(NamedTuple):
@@ -63,8 +65,10 @@ def route(logits_TE: jax.Array, bias_E: jax.Array, num_selected: int) -> Routing
     The gradient reaches the logits only through the weights: 2.5 * sigmoid, renormalised.
     """
     biased = jax.lax.stop_gradient(logits_TE) + jax.lax.stop_gradient(bias_E)
-    experts_TK, threshold_T = select(biased, num_selected)
-    weights_TK = jax.nn.sigmoid(jnp.take_along_axis(logits_TE, experts_TK, axis=-1))
+    experts_TK, threshold_T = checkpoint_name(select(biased, num_selected), SAVED_ROUTING)
+    index_E = jnp.arange(logits_TE.shape[-1], dtype=jnp.int32)
+    one_hot = experts_TK[..., None] == index_E
+    weights_TK = jax.nn.sigmoid(jnp.sum(jnp.where(one_hot, logits_TE[:, None], 0), axis=-1))
     total = jnp.sum(weights_TK, axis=-1, keepdims=True) + COMBINE_EPSILON
     return Routing(experts_TK, COMBINE_WEIGHT_SUM * weights_TK / total, threshold_T)
 
@@ -107,10 +111,13 @@ def quantile_bins(
 
     low = jnp.zeros(num_experts, jnp.int32)
     high = jnp.full(num_experts, num_bins, jnp.int32)
-    for _ in range((num_bins - 1).bit_length()):
+    def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
         middle = (low + high) // 2
         enough = count(middle) >= needed
-        low, high = jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low, _ = jax.lax.fori_loop(0, (num_bins - 1).bit_length(), halve, (low, high))
     above = count(low)
     return low, above, above - count(low + 1)
 

@@ -7,20 +7,29 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from portolan.model.attention import Context, attend, rotary_tables
-from portolan.model.conv import same_document, short_conv
+from portolan.model.attention import (
+    SAVED_ATTENDED,
+    SAVED_PROJECTIONS,
+    Context,
+    attend,
+    rotary_tables,
+)
+from portolan.model.conv import find_neighbours, short_conv
 from portolan.model.init import init
 from portolan.model.loss import token_losses as vocabulary_losses
-from portolan.model.moe import gated_mlp, routed
+from portolan.model.moe import feed_forward
 from portolan.model.norms import gated_norm, wide
-from portolan.model.router import RouterMetrics
+from portolan.model.router import SAVED_ROUTING, RouterMetrics
 from portolan.model.tree import Block, Params, abstract
 from portolan.shapes import ModelConfig
 
 __all__ = ["Batch", "LossAux", "abstract", "init", "logits", "loss", "token_losses"]
 
 Z_WEIGHT = 1e-4
+SAVED_MIDDLE = "middle"
+SAVED = (SAVED_PROJECTIONS, SAVED_ATTENDED, SAVED_MIDDLE, SAVED_ROUTING)
 MAX_ONE_HOT_VOCABULARY = 2048
 
 
@@ -61,7 +70,7 @@ embed.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _embed_back
 
 
 def _block(
-    x_BSD: jax.Array,
+    x_TD: jax.Array,
     params: Block,
     beta_E: jax.Array,
     is_global: jax.Array,
@@ -69,20 +78,19 @@ def _block(
     config: ModelConfig,
 ) -> tuple[jax.Array, tuple[jax.Array, RouterMetrics]]:
     """One layer: two residual additions."""
-    normed = gated_norm(
-        x_BSD, params.attn_norm.gain, params.attn_gnorm.down, params.attn_gnorm.up
-    )
+    normed = gated_norm(x_TD, params.attn_norm.gain, params.attn_gnorm.down, params.attn_gnorm.up)
     branch = attend(normed, params.attn, context, is_global, config)
-    x_BSD = x_BSD + short_conv(branch, params.attn_conv.taps, context.same_WBS)
-    normed = gated_norm(x_BSD, params.mlp_norm.gain, params.mlp_gnorm.down, params.mlp_gnorm.up)
-    flat = normed.reshape(-1, config.width)
+    taps = params.attn_conv.taps.astype(x_TD.dtype)
+    x_TD = x_TD + short_conv(branch, taps, context.neighbours)
+    x_TD = checkpoint_name(jax.lax.optimization_barrier(x_TD), SAVED_MIDDLE)
+    normed = gated_norm(x_TD, params.mlp_norm.gain, params.mlp_gnorm.down, params.mlp_gnorm.up)
     valid = context.segments_BS.reshape(-1) >= 0
-    branch, new_beta, metrics = routed(flat, params.moe, beta_E, valid, config)
-    for expert in params.shared:
-        branch = branch + gated_mlp(flat, expert)
-    branch = branch.reshape(x_BSD.shape)
-    x_BSD = x_BSD + short_conv(branch, params.mlp_conv.taps, context.same_WBS)
-    return x_BSD, (new_beta, metrics)
+    branch, new_beta, metrics = feed_forward(
+        normed, params.moe, params.shared, beta_E, valid, config
+    )
+    taps = params.mlp_conv.taps.astype(x_TD.dtype)
+    x_TD = x_TD + short_conv(branch, taps, context.neighbours)
+    return x_TD, (new_beta, metrics)
 
 
 def hidden(
@@ -95,23 +103,25 @@ def hidden(
     compute_dtype: jnp.dtype,
     remat: bool = False,
 ) -> tuple[jax.Array, jax.Array, RouterMetrics]:
-    """Final normed activations [B, S, D], new beta [L, E], router metrics [L]."""
+    """Final normed activations [T, D], new beta [L, E], router metrics [L]."""
     table = params.embed.table.astype(compute_dtype)
     x = gated_norm(
-        embed(table, tokens),
+        embed(table, tokens.reshape(-1)),
         params.embed_norm.gain,
         params.embed_gnorm.down,
         params.embed_gnorm.up,
     )
     cos, sin = rotary_tables(tokens.shape[1], config.head_dim, wide(compute_dtype))
-    context = Context(segments, same_document(segments, config.conv_taps), cos, sin)
+    neighbours = find_neighbours(segments, config.conv_taps, compute_dtype)
+    context = Context(segments, neighbours, cos, sin)
 
     def body(x, layer):
         block, beta, is_global = layer
         return _block(x, block, beta, is_global, context, config)
 
-    if remat:
-        body = jax.checkpoint(body)
+    names = () if remat else SAVED
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     flags = jnp.array(config.global_layers)
     x, (new_beta, metrics) = jax.lax.scan(body, x, (params.blocks, beta_LE, flags))
     x = gated_norm(
@@ -142,7 +152,7 @@ def loss(
     )
     labels = _labels(batch.tokens).reshape(-1)
     head = params.head.proj.astype(compute_dtype)
-    nll, lse = vocabulary_losses(x.reshape(-1, config.width), head, labels)
+    nll, lse = vocabulary_losses(x, head, labels)
     weights = batch.weights.reshape(-1).astype(nll.dtype)
     total = jnp.maximum(jnp.sum(weights), 1e-30)
     ce = jnp.sum(weights * nll) / total
@@ -168,7 +178,7 @@ def token_losses(
     """Negative log-likelihood [B, S] of the next token, without the z-term; beta stays."""
     x, _, _ = hidden(params, beta, tokens, segments, config, compute_dtype=compute_dtype)
     head = params.head.proj.astype(compute_dtype)
-    nll, _ = vocabulary_losses(x.reshape(-1, config.width), head, _labels(tokens).reshape(-1))
+    nll, _ = vocabulary_losses(x, head, _labels(tokens).reshape(-1))
     return nll.reshape(tokens.shape)
 
 
@@ -184,4 +194,4 @@ def logits(
     """Logits [B, S, V], float32 or wider."""
     x, _, _ = hidden(params, beta, tokens, segments, config, compute_dtype=compute_dtype)
     out = x @ params.head.proj.astype(compute_dtype)
-    return out.astype(wide(compute_dtype))
+    return out.astype(wide(compute_dtype)).reshape(*tokens.shape, -1)

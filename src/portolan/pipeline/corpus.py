@@ -1,5 +1,6 @@
 """The curated corpus of a project: tokenizer, token store, held-out set, and their summary."""
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from typing import Any
 
 from portolan.canonical import digest, stringify_floats
 from portolan.console import say
+from portolan.errors import UsageError
 from portolan.files import read_json, sha256_file, write_json_atomic
+from portolan.pipeline.plan import plan_width
 from portolan.project import Project
 from portolan.recipe import Recipe
 from portolan.scaling.ladder import Rung
@@ -93,15 +96,29 @@ class Corpus:
         return Loader(self.store, mixture, batch=rung.batch_sequences, seed=seed, prefixes=prefixes)
 
     def mixture(self, rung: Rung) -> Any:
-        """Counts per cell of one phase over the whole run."""
-        from portolan.data.mixture import DEFAULT_LATTICE, plan_mixture
-        from portolan.data.mixture_design import round_to_lattice
+        """Counts per cell of one phase over the whole run.
+
+        The lattice is the smallest mixture block of the recipe's runs, so that every run reads
+        the cells in exactly the same proportions.
+        """
+        from portolan.data.mixture import plan_mixture
+        from portolan.data.mixture_design import proportional_counts, round_to_lattice
 
         recipe = self.project.recipe
         tokens = self.store.tokens_by_cell
-        given = recipe.mixture.weights or {name: float(count) for name, count in tokens.items()}
-        total = sum(given.values())
-        weights = {name: given.get(name, 0.0) / total for name in tokens}
+        widths = (*recipe.ladder.widths, recipe.model.width)
+        lattice = min(plan_width(recipe, width).mixture_block for width in widths)
+        if given := recipe.mixture.weights:
+            if unknown := sorted(set(given) - set(tokens)):
+                raise UsageError(
+                    f"mixture.weights names {unknown[0]!r}, which is not a domain",
+                    remedy=f"use {', '.join(tokens)}",
+                )
+            total = sum(given.values())
+            weights = {name: given.get(name, 0.0) / total for name in tokens}
+            counts = round_to_lattice(weights, lattice)
+        else:
+            counts = proportional_counts(tokens, lattice, at_least_one=True)
         return plan_mixture(
             recipe.name,
             tokens=tokens,
@@ -110,8 +127,9 @@ class Corpus:
             steps=rung.steps,
             batch_sequences=rung.batch_sequences,
             sequence_length=rung.config.sequence_length,
-            phases=[("main", (0, 1), round_to_lattice(weights, DEFAULT_LATTICE))],
+            phases=[("main", (0, 1), counts)],
             block_sequences=rung.mixture_block,
+            lattice=lattice,
             cap_epochs=recipe.mixture.max_epochs,
         )
 
@@ -175,6 +193,7 @@ def find_corpus(project: Project) -> Corpus | None:
 def build_corpus(project: Project) -> Corpus:
     """Curate the sources, train the tokenizer, tokenise, and write the summary last."""
     from portolan.data.curate import CurationProgress, curate_documents
+    from portolan.data.provenance import with_tokens, write_provenance
     from portolan.data.store import cells_of_sources, write_store
 
     def report(step: CurationProgress) -> None:
@@ -182,7 +201,9 @@ def build_corpus(project: Project) -> Corpus:
         state = "kept" if step.skipped else f"{step.seconds:.1f} s, {rate:.1f} MB/s"
         say(f"{step.step} {step.source}: {step.documents:,} documents, {state}")
 
-    curated = curate_documents(project.recipe.data, project.root, progress=report)
+    curated = curate_documents(
+        project.recipe.data, project.root, workers=usable_cores(), progress=report
+    )
     for warning in curated.warnings:
         say(f"warning: {warning}")
     train = [(source.key, source.train_shards) for source in curated.domains]
@@ -200,9 +221,19 @@ def build_corpus(project: Project) -> Corpus:
             tokenizer,
             inputs=[curated.heldout_key],
         )
+    write_provenance(project.corpus, with_tokens(curated.provenance, store.tokens_by_cell))
     summary = _summarize(project, curated, tokenizer, path, store, held)
+    target = plan_width(project.recipe, project.recipe.model.width)
+    epochs = stringify_floats(Corpus(project, summary).mixture(target).epochs())
+    for source in summary["sources"]:
+        source["epochs"] = epochs.get(source["key"], "0.0")
     write_json_atomic(project.corpus / SUMMARY, summary)
     return Corpus(project, summary)
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _timed:
@@ -222,7 +253,6 @@ class _timed:
 def _tokenizer_file(project: Project, key: str, train: list) -> Path:
     """The recipe's tokenizer, copied into the project, or one trained on the corpus."""
     from portolan.data.tokenizer import train_tokenizer_file
-    from portolan.errors import UsageError
     from portolan.files import write_bytes_atomic
 
     settings = project.recipe.tokenizer
@@ -255,7 +285,6 @@ def _tokenizer_file(project: Project, key: str, train: list) -> Path:
 
 
 def _check_vocabulary(tokenizer: Any, path: Path, recipe: Recipe) -> None:
-    from portolan.errors import UsageError
 
     if tokenizer.vocab_size > recipe.tokenizer.vocab_size:
         raise UsageError(
@@ -316,7 +345,10 @@ def _summarize(
             "rows": {name: len(rows.tokens) for name, rows in evaluation.rows.items()},
             "truncated": evaluation.truncated,
         },
-        "manifests": [project.relative(manifest) for manifest in curated.manifests],
+        "manifests": [
+            project.relative(path)
+            for path in (*curated.manifests, *project.corpus.glob("provenance.*"))
+        ],
         "unigram_cross_entropy": unigram,
         "warnings": list(curated.warnings),
     }

@@ -128,9 +128,10 @@ def score(project: Project) -> None:
 
 def report(project: Project) -> None:
     """Build the page."""
+    from portolan.record.verify import verify_project
     from portolan.report.site import build_site
 
-    say(f"page: {build_site(project.root)}")
+    say(f"page: {build_site(project.root, verify_project(project.root))}")
 
 
 def verify(project: Project) -> None:

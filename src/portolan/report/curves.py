@@ -29,7 +29,7 @@ def lines(
     around: float | None = None,
     height: int = SMALL_HEIGHT,
 ) -> Any:
-    """Curves over the share of the run, the nearest point readable; None without points.
+    """Curves over the share of the run, each point readable under the pointer; None without any.
 
     Args:
         curves: names must differ; on a logarithmic axis points at or below 0 are left out.
@@ -44,7 +44,7 @@ def lines(
     if not curves:
         return None
     rows = [
-        {"f": f, "value": value, "name": curve.name}
+        {"f": f, "value": value, "curve": curve.name}
         for curve in curves
         for f, value in curve.points
         if not log or value > 0
@@ -56,22 +56,22 @@ def lines(
     encoding = {
         "x": share_axis(),
         "y": value_axis("value", **options),
-        "color": alt.Color("name:N", scale=scale, legend=None),
+        "color": alt.Color("curve:N", scale=scale, legend=None),
     }
-    tip = tips(name="series", f="share of the run|.1%", value=f"value|{number_format}")
-    near = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
+    tip = tips(curve="series", f="share of the run|.1%", value=f"value|{number_format}")
+    hovered = alt.selection_point(on="pointerover", clear="pointerout", empty=False)
     base = alt.Chart(table(rows))
     dashes = alt.Scale(
         domain=[curve.name for curve in curves],
         range=[[5, 3] if curve.dashed else [1, 0] for curve in curves],
     )
     drawn = base.mark_line(strokeWidth=1.6).encode(
-        **encoding, strokeDash=alt.StrokeDash("name:N", scale=dashes, legend=None)
+        **encoding, strokeDash=alt.StrokeDash("curve:N", scale=dashes, legend=None)
     )
-    dots = base.mark_point(size=60, filled=True).encode(
-        **encoding, tooltip=tip, opacity=alt.condition(near, alt.value(1), alt.value(0))
+    dots = base.mark_point(size=110, filled=True).encode(
+        **encoding, tooltip=tip, opacity=alt.condition(hovered, alt.value(1), alt.value(0))
     )
-    layers = [drawn, dots.add_params(near)]
+    layers = [drawn, dots.add_params(hovered)]
     if reference:
         layers.insert(0, _reference(reference, options))
     return finish(alt.layer(*layers), unit, height)

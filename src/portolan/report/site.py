@@ -1,6 +1,7 @@
 """The page: one HTML file with everything inside, which opens from disk without a network."""
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -175,6 +176,7 @@ def _inline_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+@functools.cache
 def _script() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script that draws the charts of the page."""
     import vl_convert

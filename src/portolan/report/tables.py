@@ -119,12 +119,16 @@ def corpus_tables(corpus: Corpus) -> tuple[Table, ...]:
     rows = [_source_row(source) for source in corpus.sources]
     if len(rows) > 1:
         rows.append(_source_row(_sum(corpus.sources)))
-    columns = ("Source", "Kind", "Licence", "Documents", "Size", "Tokens", "Epochs",
-               "Held-out documents", "Held-out tokens")  # fmt: skip
+    columns = ("Source", "Kind", "Licence", "Documents", "Size", "Tokens", "Held-out documents",
+               "Held-out tokens", "Epochs")  # fmt: skip
     note = (
-        "Counts are what was kept; tokens include the marks at the ends of documents. Epochs: how "
-        "often the target reads the source. Held-out documents were removed before training."
+        "Counts are what was kept; tokens include the marks at the ends of documents. Held-out "
+        "documents were removed before training."
     )
+    if any(source.epochs is not None for source in corpus.sources):
+        note += " Epochs: how often the target reads the source."
+    else:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     tables = [Table("Sources of the corpus", columns, tuple(rows), note)]
     reasons = sorted({reason for source in corpus.sources for reason, _ in source.dropped})
     if reasons:
@@ -148,9 +152,9 @@ def _source_row(source: Source) -> tuple[str, ...]:
         count(source.num_documents),
         size(source.num_bytes),
         count(source.num_tokens),
-        MISSING if source.epochs is None else f"{source.epochs:.2f}",
         count(source.num_heldout_documents),
         count(source.num_heldout_tokens),
+        MISSING if source.epochs is None else f"{source.epochs:.2f}",
     )
 
 
@@ -174,7 +178,7 @@ def corpus_facts(corpus: Corpus) -> tuple[tuple[str, str], ...]:
     facts = [
         ("Vocabulary", f"{count(corpus.vocab_size)} tokens" if corpus.vocab_size else ""),
         ("Bytes per token", f"{corpus.bytes_per_token:.3f}" if corpus.bytes_per_token else ""),
-        ("Document marks", " … ".join(mark for mark in (corpus.bos, corpus.eos) if mark)),
+        ("Marks of a document", _marks(corpus)),
         ("Tokenizer digest", corpus.tokenizer_digest),
         ("Token store", f"{count(corpus.num_store_tokens)} tokens of "
          f"{count(corpus.num_store_documents)} documents" if corpus.num_store_tokens else ""),
@@ -183,6 +187,13 @@ def corpus_facts(corpus: Corpus) -> tuple[tuple[str, str], ...]:
         ("Unigram reference, micro", _nats(corpus.unigram_micro)),
     ]  # fmt: skip
     return tuple((name, value) for name, value in facts if value)
+
+
+def _marks(corpus: Corpus) -> str:
+    """Boundary tokens, or which boundaries have one when the summary only says yes or no."""
+    marks = {"begin": corpus.bos, "end": corpus.eos}
+    texts = (name if text == "true" else text for name, text in marks.items() if text != "false")
+    return " … ".join(text for text in texts if text)
 
 
 def _nats(value: float | None) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from portolan.console import errors
 from portolan.errors import PortolanError, StorageError, TrainingDiverged
@@ -34,7 +35,7 @@ from portolan.train.state import (
     resolve_compute_dtype,
     restore_state,
 )
-from portolan.train.step import make_train_step
+from portolan.train.step import TrainStep, compile_programs, make_train_step
 
 FINISHED = "finished.json"
 HEADLINE = f"{METRIC_PREFIX}/macro_loss"
@@ -258,6 +259,7 @@ class TrainingLoop:
             temporary_seconds=run.temporary_checkpoint_seconds,
             start=self.completed,
         )
+        self._compile(step, state)
         for index, batch in self.data.batches(self.completed, run.steps):
             begin = time.monotonic()
             state, metrics = step(state, Batch(*batch), self.rates(index))
@@ -280,6 +282,15 @@ class TrainingLoop:
                 raise KeyboardInterrupt
             self._save_if_due(state, saves, ordinal, tracker)
         return state
+
+    def _compile(self, step: TrainStep, state: TrainState) -> None:
+        """Compile all programs at once, so that no step's time contains it."""
+        if self.completed == self.run.steps:
+            return
+        shape = (self.run.batch_sequences, self.run.config.sequence_length)
+        tokens = np.zeros(shape, np.int32)
+        batch = Batch(tokens, tokens, np.zeros(shape, np.float32))  # type: ignore[arg-type]
+        compile_programs(step, state, batch, self.rates(self.completed))
 
     def rates(self, index: int) -> Rates:
         """Rates of update `index` (zero-based), from the schedule."""
