@@ -54,10 +54,9 @@ def recipe_reference() -> str:
         for name, field in recipe.Recipe.model_fields.items()
         if isinstance(field.annotation, type) and issubclass(field.annotation, recipe.Settings)
     }
-    sections["[data.sources]"] = recipe.SourceSettings
+    sections["[[data.sources]]"] = recipe.SourceSettings
     for name, model in sections.items():
-        title = name if name.startswith("[") else name
-        parts += [f"\n## [{title}]\n\n", inspect.cleandoc(model.__doc__ or ""), "\n\n"]
+        parts += [f"\n## {name if name.startswith('[') else f'[{name}]'}\n\n", inspect.cleandoc(model.__doc__ or ""), "\n\n"]
         parts += [_table(model, name)]
     return "".join(parts)
 

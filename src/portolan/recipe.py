@@ -5,11 +5,12 @@ processes) is not part of it.
 """
 
 import difflib
+import json
 import re
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 from pydantic import Field
@@ -31,7 +32,7 @@ INSTALLED_SOURCES = (
     "package-readmes",
     "package-licences",
 )
-LICENSE_CLASSES = (
+LicenseClass = Literal[
     "public-domain",
     "permissive",
     "share-alike",
@@ -40,7 +41,9 @@ LICENSE_CLASSES = (
     "non-commercial",
     "custom-terms",
     "unknown",
-)
+]
+LICENSE_CLASSES: tuple[LicenseClass, ...] = get_args(LicenseClass)
+"""From the most open to the most closed."""
 
 
 class Settings(pydantic.BaseModel):
@@ -194,7 +197,7 @@ class DataSettings(Settings):
     """Sources and what is taken out of them before training."""
 
     sources: tuple[SourceSettings, ...]
-    accepted_license_classes: tuple[Literal[LICENSE_CLASSES], ...] = LICENSE_CLASSES[:3]
+    accepted_license_classes: tuple[LicenseClass, ...] = LICENSE_CLASSES[:3]
     max_document_bytes: PositiveInt = 16 * 1024 * 1024
     heldout_bytes_per_domain: PositiveInt = 100_000
     heldout_documents_per_domain: PositiveInt = 200
@@ -325,7 +328,7 @@ def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> Recipe:
 
 def _validate(values: dict, path: Path, places: dict[str, str]) -> Recipe:
     try:
-        recipe = Recipe.model_validate_json(_json(values))
+        recipe = Recipe.model_validate_json(json.dumps(values, default=str))
     except pydantic.ValidationError as error:
         raise UsageError(*_explain(error, path, places)) from None
     try:
@@ -349,12 +352,6 @@ def _place_of_shape(error: ShapeError, recipe: Recipe, path: Path, places: dict[
     except ShapeError:
         return _place(("model", "width"), path, places)
     return _place(("ladder", "widths"), path, places)
-
-
-def _json(values: dict) -> str:
-    import json
-
-    return json.dumps(values, default=str)
 
 
 def _explain(

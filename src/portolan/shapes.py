@@ -8,7 +8,7 @@ Families: `ladder` (width >= 384, head size 128, as in the public run, marin #84
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from portolan.errors import UsageError
 
@@ -76,6 +76,8 @@ class ModelConfig:
         """Refuse impossible shapes, naming the fields."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.type is int and type(value) is not int:
+                raise ShapeError(f"{field.name} = {value!r} must be a whole number")
             if value <= 0 and field.name != "num_shared_experts":
                 raise ShapeError(
                     f"{field.name} = {value} must be positive",
@@ -156,7 +158,7 @@ def derive_shape(family: Family, width: int, **overrides: int | float) -> ModelC
         raise ShapeError(
             f"unknown shape field {unknown[0]!r}", remedy=f"use one of {', '.join(sorted(names))}"
         )
-    fields = rules[family](width) | {"width": width} | overrides
+    fields: dict[str, Any] = rules[family](width) | {"width": width} | overrides
     return ModelConfig(**fields)
 
 

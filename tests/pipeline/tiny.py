@@ -3,10 +3,7 @@
 import random
 from pathlib import Path
 
-WORDS = (
-    "the a of in and to model loss token expert router layer width ladder rung target forecast "
-    "train check data batch step seed curve law head query value gate norm"
-).split()
+WORDS = ["the", "a", "of", "in", "and", "to", "model", "loss", "token", "expert", "router", "layer", "width", "ladder", "rung", "target", "forecast", "train", "check", "data", "batch", "step", "seed", "curve", "law", "head", "query", "value", "gate", "norm"]
 
 RECIPE = """\
 name = "tiny"

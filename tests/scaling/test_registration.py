@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
+from portolan.canonical import canonical, digest, parse
 from portolan.errors import PortolanError, UsageError
 from portolan.record import types
-from portolan.canonical import canonical, digest, parse
 from portolan.scaling import registration
 from portolan.scaling.forecast import forecast_ladder
 from portolan.scaling.registration import applicability, build_body, validate_body

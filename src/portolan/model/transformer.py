@@ -81,8 +81,7 @@ def _block(
     normed = gated_norm(x_TD, params.attn_norm.gain, params.attn_gnorm.down, params.attn_gnorm.up)
     branch = attend(normed, params.attn, context, is_global, config)
     taps = params.attn_conv.taps.astype(x_TD.dtype)
-    x_TD = x_TD + short_conv(branch, taps, context.neighbours)
-    x_TD = checkpoint_name(jax.lax.optimization_barrier(x_TD), SAVED_MIDDLE)
+    x_TD = checkpoint_name(x_TD + short_conv(branch, taps, context.neighbours), SAVED_MIDDLE)
     normed = gated_norm(x_TD, params.mlp_norm.gain, params.mlp_gnorm.down, params.mlp_gnorm.up)
     valid = context.segments_BS.reshape(-1) >= 0
     branch, new_beta, metrics = feed_forward(

@@ -273,7 +273,7 @@ def _file_digest(path: Any) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _marks(values: dict[int, float], steps: int) -> dict[str, float]:
+def _marks(values: dict[int, float], steps: int) -> dict[str | float, float]:
     """{`0.05`: value ...} of the evaluations at the planned marks."""
     from portolan.scaling.curves import mark_label, points_from_completed, snap
 

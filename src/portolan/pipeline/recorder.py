@@ -78,13 +78,14 @@ class ProjectRecord:
         return self.journal.append("artifact", body)
 
     def run(self, run_id: str, role: str, text: str) -> None:
-        """Record a run once."""
+        """Record a run once; the target's lineage is the recipe's name, the rungs have another."""
         if self.find("run", name=run_id):
             return
+        name = self.project.recipe.name
         body = Run(
             text=text,
             name=run_id,
-            lineage=self.project.recipe.name,
+            lineage=name if role == "production" else f"{name}-ladder",
             fork=Fork(checkpoint=0, row=-1, tracker_step="not_stated"),
             role=role,  # type: ignore[arg-type]
         )

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from portolan.errors import UsageError
 from portolan.canonical import canonical, stringify_floats
+from portolan.errors import UsageError
 from portolan.record.times import check_time
 from portolan.scaling.forecast import METHOD_NAME, Forecast
 from portolan.scaling.interval import LEVEL_LABELS

@@ -226,10 +226,12 @@ class TrainingLoop:
         if found is None:
             return template, "fresh"
         arrays, metadata = found
+        restored = self.store.restored
+        assert restored is not None
         self.completed = int(metadata["completed"])
         self.train_seconds = float(metadata["train_seconds"])
         self.last_evaluation = dict(metadata["last_evaluation"])
-        return restore_state(template, arrays), self.store.restored.content_digest
+        return restore_state(template, arrays), restored.content_digest
 
     def _open_attempt(self, start: int, restored: str) -> int:
         ordinal = 1 + len(list(self.folder.glob("attempt-*.json")))
