@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from portolan.model.norms import rms_norm, wide
 from portolan.model.router import (
     SAVED_ROUTING,
-    Margins,
     RouterMetrics,
+    balance_bias,
     bin_margins,
     measure,
     route,
@@ -161,7 +161,7 @@ def feed_forward(
     logits_TE, latent, inner = jnp.split(x_TD @ joined.astype(dtype), ends, axis=1)
     gate, up = jnp.split(inner, 2, axis=1)
     logits_TE = logits_TE.astype(wide(dtype))
-    bias_E = jnp.mean(beta_E) - beta_E
+    bias_E = balance_bias(beta_E)
     routing = route(logits_TE, bias_E, config.experts_per_token)
     latent = rms_norm(latent, params.latent_norm.gain)
     dispatch = plan_dispatch(routing.experts_TK, valid_T, config.num_experts)
@@ -171,7 +171,7 @@ def feed_forward(
     both = jnp.concatenate([out, jax.nn.silu(gate) * up], axis=1)
     out = both @ jnp.concatenate([params.latent_up, *downs], axis=0).astype(dtype)
     logits_TE = jax.lax.stop_gradient(logits_TE)
-    margins: Margins = bin_margins(logits_TE, routing.threshold_T, valid_T, config.qb_bins)
+    margins = bin_margins(logits_TE, routing.threshold_T, valid_T, config.qb_bins)
     new_beta = update_beta(margins, config.experts_per_token, config.qb_bins)
     metrics = measure(logits_TE, routing.experts_TK, valid_T, bias_E, margins, config)
     return out, new_beta, metrics

@@ -74,12 +74,14 @@ def route(logits_TE: jax.Array, bias_E: jax.Array, num_selected: int) -> Routing
 
 
 class Margins(NamedTuple):
-    """Bin of each margin [T, E] (-1 for padding), the range of the bins and the valid tokens."""
+    """Bin of each margin [T, E] (-1 for padding), the range of the bins, the number of valid
+    tokens, and whether every margin of a valid token is finite."""
 
     bins_TE: jax.Array
     low: jax.Array
     high: jax.Array
     num_valid: jax.Array
+    finite: jax.Array
 
 
 def bin_margins(
@@ -92,7 +94,10 @@ def bin_margins(
     high = jnp.maximum(jnp.max(jnp.where(valid, margins, -jnp.inf)), low + MIN_MARGIN_RANGE)
     width = (high - low) / num_bins
     bins = jnp.clip(jnp.floor((margins - low) / width), 0, num_bins - 1).astype(jnp.int32)
-    return Margins(jnp.where(valid, bins, -1), low, high, jnp.sum(valid_T, dtype=jnp.int32))
+    # Not read off the extremes: the CPU's minimum and maximum may pass over NaN.
+    finite = jnp.all(jnp.isfinite(margins) | ~valid)
+    num_valid = jnp.sum(valid_T, dtype=jnp.int32)
+    return Margins(jnp.where(valid, bins, -1), low, high, num_valid, finite)
 
 
 def quantile_bins(
@@ -134,8 +139,7 @@ def update_beta(margins: Margins, num_selected: int, num_bins: int) -> jax.Array
     surplus = (above - quotient).astype(dtype) - remainder.astype(dtype) / num_experts
     width = (margins.high - margins.low) / num_bins
     beta = margins.low + best * width + width * surplus / jnp.maximum(inside, 1)
-    finite = jnp.isfinite(margins.low) & jnp.isfinite(margins.high)
-    beta = jnp.where(finite, beta, jnp.nan)
+    beta = jnp.where(margins.finite, beta, jnp.nan)
     return jnp.where(margins.num_valid > 0, beta, 0)
 
 
