@@ -184,7 +184,7 @@ def loss(logits, tokens, weights, z_weight=1e-4):
         for t in range(tokens.shape[1] - 1):
             top = logits[b, t].max()
             lse = top + np.log(np.sum(np.exp(logits[b, t] - top)))
-            ce += weights[b, t] * (lse - logits[b, t, tokens[b, t + 1]])
-            square += weights[b, t] * lse * lse
-    total = weights.sum()
+            ce += float(weights[b, t]) * (lse - logits[b, t, tokens[b, t + 1]])
+            square += float(weights[b, t]) * lse * lse
+    total = weights.sum(dtype=np.float64)
     return (ce + z_weight * square) / total, ce / total, square / total

@@ -1,5 +1,7 @@
 """The optimizer on the real model: four golden updates, the ablation arms, the tree."""
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -77,41 +79,46 @@ def golden_batch(dtype) -> transformer.Batch:
     )
 
 
-def run_golden(scope: str, dtype, ns_dtype: str) -> tuple[list[float], dict, dict]:
-    """Losses before each of four updates and after them; leaves before and after."""
-    params, batch = golden_params(dtype), golden_batch(dtype)
+@functools.cache
+def golden_gradient(dtype) -> Callable:
+    """(params, beta) -> ((loss, aux), gradient) on the golden batch, compiled once a type."""
+    batch = golden_batch(dtype)
+    return jax.jit(
+        jax.value_and_grad(
+            lambda params, beta: transformer.loss(params, beta, batch, G0, compute_dtype=dtype),
+            has_aux=True,
+        )
+    )
+
+
+def train(settings: OptimizerSettings, rates: Sequence[Rates], dtype) -> tuple[list[float], dict]:
+    """Losses before each update and after the last, and the leaves after it."""
+    params = golden_params(dtype)
     layer, expert = np.mgrid[0:2, 0:8]
     beta = jnp.asarray(0.05 * ((3 * expert + 5 * layer) % 7), jnp.float32)
-    settings = replace(SETTINGS, hyperball_scope=scope, ns_dtype=ns_dtype)
     shapes = {p: x.shape for p, x in flatten_paths(params).items()}
-    table = resolve_groups(shapes, scope=scope, settings=settings)
-    step = hyperball.build_step(table, settings)
+    table = resolve_groups(shapes, scope=settings.hyperball_scope, settings=settings)
+    step = jax.jit(hyperball.build_step(table, settings))
     state = hyperball.init_state(params, table=table, settings=settings)
-    before, schedule = flatten_paths(params), Schedule(100)
-
-    def objective(params, beta):
-        return transformer.loss(params, beta, batch, G0, compute_dtype=dtype)
-
-    @jax.jit
-    def advance(params, state, beta, rates):
-        (loss, aux), grads = jax.value_and_grad(objective, has_aux=True)(params, beta)
-        params, state = step(grads, state, params, rates)
-        return params, state, aux.new_beta, loss
-
     losses = []
-    for t in range(5):
-        decay = schedule.decay(t)
-        rates = Rates(*(np.asarray(r, dtype) for r in (0.01, 0.002, decay)))
-        if t == 4:
-            after = flatten_paths(params)
-        params, state, beta, loss = advance(params, state, beta, rates)
+    for mine in rates:
+        (loss, aux), grads = golden_gradient(dtype)(params, beta)
+        params, state = step(grads, state, params, Rates(*(np.asarray(r, dtype) for r in mine)))
+        beta = aux.new_beta
         losses.append(float(loss))
-    return losses, before, after
+    losses.append(float(golden_gradient(dtype)(params, beta)[0][0]))
+    return losses, flatten_paths(params)
+
+
+def run_golden(scope: str, dtype, ns_dtype: str) -> tuple[list[float], dict]:
+    settings = replace(SETTINGS, hyperball_scope=scope, ns_dtype=ns_dtype)
+    return train(settings, [Rates(0.01, 0.002, Schedule(100).decay(t)) for t in range(4)], dtype)
 
 
 @pytest.mark.parametrize("scope", ["joint", "per_expert"])
 def test_four_updates(scope: str) -> None:
-    losses, before, after = run_golden(scope, jnp.float32, "float32")
+    before = flatten_paths(golden_params(jnp.float32))
+    losses, after = run_golden(scope, jnp.float32, "float32")
     np.testing.assert_allclose(losses, LOSSES[scope], rtol=1e-5)
     gate = (
         np.linalg.norm(x["blocks/moe/experts/gate"][0, :3], axis=(1, 2)) for x in (before, after)
@@ -125,14 +132,15 @@ def test_four_updates(scope: str) -> None:
             assert np.linalg.norm(np.ravel(after[path])) == pytest.approx(norm, rel=2e-6), path
 
 
+@pytest.mark.slow
 def test_four_updates_in_float64() -> None:
     with jax.enable_x64(True):
-        losses, _, _ = run_golden("joint", jnp.float64, "float64")
+        losses, _ = run_golden("joint", jnp.float64, "float64")
     np.testing.assert_allclose(losses, LOSSES["joint"], atol=2e-8)
 
 
 def test_bfloat16_newton_schulz_stays_near() -> None:
-    losses, _, _ = run_golden("joint", jnp.float32, "bfloat16")
+    losses, _ = run_golden("joint", jnp.float32, "bfloat16")
     np.testing.assert_allclose(losses, LOSSES["joint"], atol=0.1)
 
 
@@ -144,32 +152,12 @@ def test_the_model_has_the_tree_that_the_groups_expect(shapes_of) -> None:
 
 
 @pytest.mark.parametrize("matrix", ["adamh", "adamw"])
-def test_arms_train_p32(matrix: str) -> None:
-    config = derive_shape("small", 32, sequence_length=32, window=16)
-    settings = replace(SETTINGS, matrix=matrix, hyperball_scope="per_expert", beta2=0.99)
-    params = transformer.init(config, 0)
-    shapes = {p: x.shape for p, x in flatten_paths(params).items()}
-    table = resolve_groups(shapes, scope="per_expert", settings=settings)
-    step = hyperball.build_step(table, settings)
-    state = hyperball.init_state(params, table=table, settings=settings)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, size=(4, 32)), jnp.int32)
-    weights = jnp.ones((4, 32)).at[:, -1].set(0)
-    batch = transformer.Batch(tokens, jnp.zeros_like(tokens), weights)
-    beta, schedule, losses = jnp.zeros((2, config.num_experts)), Schedule(50, 5), []
-
-    @jax.jit
-    def advance(params, state, beta, rates):
-        (loss, aux), grads = jax.value_and_grad(
-            lambda p: transformer.loss(p, beta, batch, config, compute_dtype=jnp.float32),
-            has_aux=True,
-        )(params)
-        params, state = step(grads, state, params, rates)
-        return params, state, aux.new_beta, loss
-
-    peak = 0.02 if matrix == "adamh" else 0.005
-    for t in range(50):
-        rates = Rates(*(np.float32(r * schedule.factor(t)) for r in (peak, 0.005, 0.02)))
-        params, state, beta, loss = advance(params, state, beta, rates)
-        losses.append(float(loss))
+def test_ablation_arms_train(matrix: str) -> None:
+    schedule, peak = Schedule(50, 5), 0.02 if matrix == "adamh" else 0.005
+    rates = [
+        Rates(*(r * schedule.factor(t) for r in (peak, 0.005)), schedule.decay(t))
+        for t in range(50)
+    ]
+    losses, _ = train(replace(SETTINGS, matrix=matrix), rates, jnp.float32)
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0] - 0.5

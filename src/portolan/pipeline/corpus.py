@@ -136,17 +136,19 @@ class Corpus:
     def artifacts(self) -> Iterator[tuple[str, str, list[Path], str]]:
         """(kind, name, files, text) of everything that the record must name."""
         summary, store = self.summary, self.summary["store"]
+        key = summary["key"][:16]
         files = [path for path in self.path("store").rglob("*") if path.is_file()]
         text = f"training tokens: {store['tokens']} in {store['documents']} documents"
-        yield "dataset", "token store", files, text
+        yield "dataset", f"token store {key}", files, text
         files = [path for path in self.path("heldout").rglob("*") if path.is_file()]
-        yield "dataset", "held-out tokens", files, "documents that no model is trained on"
+        yield "dataset", f"held-out tokens {key}", files, "documents that no model is trained on"
         text = f"byte-level BPE of {summary['tokenizer']['vocab_size']} tokens"
-        yield "tokenizer", "tokenizer", [self.path("tokenizer")], text
+        yield "tokenizer", f"tokenizer {key}", [self.path("tokenizer")], text
         files = [self.project.root / path for path in summary["manifests"]]
-        yield "dataset", "curation manifests", files, "what each step of curation read and wrote"
+        text = "what each step of curation read and wrote"
+        yield "dataset", f"curation manifests {key}", files, text
         files = [self.project.corpus / SUMMARY]
-        yield "dataset", "corpus summary", files, "what the corpus is, in numbers"
+        yield "dataset", f"corpus summary {key}", files, "what the corpus is, in numbers"
 
     def describe(self) -> list[str]:
         """Lines for a person."""

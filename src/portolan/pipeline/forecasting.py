@@ -106,7 +106,15 @@ def print_forecast(forecast: Forecast) -> None:
 
 
 def registered(record: ProjectRecord, target: PlannedRun) -> Any | None:
-    """The forecast record of a target that is in force, or None."""
+    """The forecast record of a target that a registration lists, or None."""
+    entry = _recorded_forecast(record, target)
+    if entry is None:
+        return None
+    listed = [r for r in record.find("registration") if entry.id in r.body.get("forecasts", ())]
+    return entry if listed else None
+
+
+def _recorded_forecast(record: ProjectRecord, target: PlannedRun) -> Any | None:
     found = [
         item
         for item in record.find("forecast")
@@ -134,23 +142,13 @@ def register_target(
             "pre-registration",
             remedy="pass --retrospective to register it marked as such",
         )
-    forecast = make_forecast(project, corpus)
-    body = build_body(
-        forecast,
-        title=f"{project.recipe.name}: final loss of the target",
-        author="the project's owner",
-        made_at=now(),
-        metric=metric_identity(corpus, target),
-        recipe=_recipe_digests(project, corpus, target),
-        method={"code_commit": code_commit(), "script_sha256": code_digest()},
-        conditions=minimum_conditions(live_conditions(project, corpus, target)),
-        on_failure=(
-            "the ladder does not predict this target within its interval: report the miss, look "
-            "for a cause among rate, batch and data before the recipe is used at a larger scale"
-        ),
-        evaluations_seen=seen,
-    )
-    identity = record.journal.append("forecast", body)
+    # A process killed between the two records left the forecast: it is sealed, so it is kept.
+    entry = _recorded_forecast(record, target)
+    if entry is None:
+        body = _forecast_body(project, corpus, target, seen)
+        identity = record.journal.append("forecast", body)
+    else:
+        body, identity = entry.body, entry.id
     path = project.forecasts / f"{identity.split(':')[1][:FORECAST_DIGITS]}.json"
     write_json_atomic(path, body | {"id": identity})
     artifact = record.artifact("forecast", path.stem, [path], "the registered forecast as a file")
@@ -165,6 +163,26 @@ def register_target(
     )
     record.sign()
     return True
+
+
+def _forecast_body(
+    project: Project, corpus: Corpus, target: PlannedRun, seen: list[int]
+) -> dict[str, Any]:
+    return build_body(
+        make_forecast(project, corpus),
+        title=f"{project.recipe.name}: final loss of the target",
+        author="the project's owner",
+        made_at=now(),
+        metric=metric_identity(corpus, target),
+        recipe=_recipe_digests(project, corpus, target),
+        method={"code_commit": code_commit(), "script_sha256": code_digest()},
+        conditions=minimum_conditions(live_conditions(project, corpus, target)),
+        on_failure=(
+            "the ladder does not predict this target within its interval: report the miss, look "
+            "for a cause among rate, batch and data before the recipe is used at a larger scale"
+        ),
+        evaluations_seen=seen,
+    )
 
 
 def _recipe_digests(project: Project, corpus: Corpus, target: PlannedRun) -> dict[str, Any]:

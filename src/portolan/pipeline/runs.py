@@ -114,7 +114,7 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
     """Train a run to its end; False when it was finished before."""
     folder = project.runs / run.run_id
     if is_finished(project, run):
-        _record_finished(project, record, run)
+        record_finished(project, record, run)
         return False
     from portolan.evals.perplexity import HeldOutEvaluator
     from portolan.train.loop import TrainingLoop
@@ -148,7 +148,7 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
             {"config_digest": run.config_digest, "data_digest": corpus.store_digest},
         )
         outcome = loop()
-    _record_finished(project, record, run)
+    record_finished(project, record, run)
     macro = outcome.evaluation["eval_dropless/heldout/macro_loss"]
     say(
         f"{run.run_id}: macro loss {macro:.4f} nats per token after {outcome.completed} updates, "
@@ -157,7 +157,7 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
     return True
 
 
-def _record_finished(project: Project, record: ProjectRecord, run: PlannedRun) -> None:
+def record_finished(project: Project, record: ProjectRecord, run: PlannedRun) -> None:
     """Record metrics and success mark once; a process killed before it did this is made good."""
     name = f"{run.run_id} metrics"
     if record.find("artifact", kind="metrics", name=name):

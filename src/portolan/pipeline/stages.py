@@ -10,7 +10,7 @@ from portolan.pipeline import forecasting
 from portolan.pipeline.corpus import Corpus, build_corpus, find_corpus
 from portolan.pipeline.plan import ladder_share
 from portolan.pipeline.recorder import ProjectRecord
-from portolan.pipeline.runs import is_finished, planned_runs, train
+from portolan.pipeline.runs import is_finished, planned_runs, record_finished, train
 from portolan.project import Project
 
 REQUIRES_CORPUS = "run `portolan curate` first"
@@ -22,6 +22,7 @@ def run_all(project: Project, *, dry_run: bool) -> None:
     if dry_run:
         say(f"would do: {', '.join(missing) or 'nothing'}")
         return
+    complete_record(project)
     if not missing:
         say(f"nothing to do: every stage of {project.root} is done")
         summarize(project)
@@ -62,16 +63,28 @@ def missing_stages(project: Project) -> list[str]:
     return missing
 
 
+def complete_record(project: Project) -> None:
+    """Record what a stage finished just before its process was killed."""
+    corpus = find_corpus(project)
+    if corpus is None:
+        return
+    record = ProjectRecord(project)
+    for kind, name, paths, text in corpus.artifacts():
+        if not record.find("artifact", kind=kind, name=name):
+            record.artifact(kind, name, paths, text)
+    for run in planned_runs(project, corpus):
+        if is_finished(project, run):
+            record_finished(project, record, run)
+    record.sign()
+
+
 def curate(project: Project) -> None:
     """Documents, tokenizer, held-out set and token store."""
     if find_corpus(project) is not None:
         say("nothing to do: the corpus is curated")
         return
     corpus = build_corpus(project)
-    record = ProjectRecord(project)
-    for kind, name, paths, text in corpus.artifacts():
-        record.artifact(kind, name, paths, text)
-    record.sign()
+    complete_record(project)
     for line in corpus.describe():
         say(line)
 
