@@ -9,6 +9,7 @@ from portolan.model import attention, conv, norms, router, transformer
 from portolan.model.tree import flatten_paths, unflatten_paths
 from portolan.shapes import ModelConfig
 from tests.model import golden, reference
+from tests.model.tools import quick_jit
 
 DTYPES = [np.float32, np.float64]
 DOUBLE = np.float64
@@ -25,10 +26,13 @@ def run(config, leaves, beta, inputs, dtype):
         def loss(params):
             return transformer.loss(params, beta, batch, config, compute_dtype=jnp.dtype(dtype))
 
-        out, gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-        logits = transformer.logits(
-            params, beta, batch.tokens, batch.segments, config, compute_dtype=jnp.dtype(dtype)
-        )
+        def logits(params):
+            return transformer.logits(
+                params, beta, batch.tokens, batch.segments, config, compute_dtype=jnp.dtype(dtype)
+            )
+
+        out, gradient = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
+        logits = quick_jit(logits)(params)
         gradient = {k: np.asarray(v, DOUBLE) for k, v in flatten_paths(gradient).items()}
         return jax.tree.map(np.asarray, out), gradient, np.asarray(logits, DOUBLE)
 
@@ -62,9 +66,19 @@ def test_gradient(golden_run):
     np.testing.assert_allclose(entry, golden.ROUTER_GRADIENT_000, rtol=1e-5)
 
 
+def layer(x, params, beta, is_global, context):
+    """Hidden states after one layer, and its routing read off the public parts."""
+    a = norms.gated_norm(x, params.attn_norm.gain, params.attn_gnorm.down, params.attn_gnorm.up)
+    branch = attention.attend(a, params.attn, context, is_global, golden.CONFIG)
+    middle = x + conv.short_conv(branch, params.attn_conv.taps, context.neighbours)
+    m = norms.gated_norm(middle, params.mlp_norm.gain, params.mlp_gnorm.down, params.mlp_gnorm.up)
+    routing = router.route(m @ params.moe.router, router.balance_bias(beta), 2)
+    x, _ = transformer.block(x, params, beta, is_global, context, golden.CONFIG)
+    return x, routing
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hidden_states_and_selection(dtype):
-    """Layer by layer from the public parts; routing is read off the same logits."""
     config = golden.CONFIG
     with jax.enable_x64(dtype is DOUBLE):
         params = golden.params(dtype)
@@ -75,24 +89,18 @@ def test_hidden_states_and_selection(dtype):
         x = params.embed.table[tokens.reshape(-1)]
         gate = params.embed_gnorm
         x = norms.gated_norm(x, params.embed_norm.gain, gate.down, gate.up)
-        for layer, is_global in enumerate(config.global_layers):
-            block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params.blocks)
-            beta = jnp.asarray(golden.beta()[layer], dtype)
-            a = norms.gated_norm(x, block.attn_norm.gain, block.attn_gnorm.down, block.attn_gnorm.up)
-            branch = attention.attend(a, block.attn, context, jnp.asarray(is_global), config)
-            middle = x + conv.short_conv(branch, block.attn_conv.taps, neighbours)
-            m = norms.gated_norm(
-                middle, block.mlp_norm.gain, block.mlp_gnorm.down, block.mlp_gnorm.up
-            )
-            routing = router.route(m @ block.moe.router, router.balance_bias(beta), 2)
-            x, _ = transformer.block(x, block, beta, jnp.asarray(is_global), context, config)
+        step = quick_jit(layer)
+        for index, is_global in enumerate(config.global_layers):
+            block = jax.tree.map(lambda leaf, index=index: leaf[index], params.blocks)
+            beta = jnp.asarray(golden.beta()[index], dtype)
+            x, routing = step(x, block, beta, jnp.asarray(is_global), context)
             rows = np.asarray(x, DOUBLE).reshape(2, 12, -1)
             norm = np.linalg.norm(rows[0]), np.linalg.norm(rows[1, :9])
-            np.testing.assert_allclose(norm, golden.HIDDEN_NORMS[layer], rtol=1e-5)
+            np.testing.assert_allclose(norm, golden.HIDDEN_NORMS[index], rtol=1e-5)
             chosen = " ".join(f"{a}{b}" for a, b in np.asarray(routing.experts_TK[:7]))
-            assert chosen == golden.SELECTED[layer]
+            assert chosen == golden.SELECTED[index]
             weights = np.asarray(routing.weights_TK[0])
-            np.testing.assert_allclose(weights, golden.WEIGHTS[layer], rtol=0, atol=2e-6)
+            np.testing.assert_allclose(weights, golden.WEIGHTS[index], rtol=0, atol=2e-6)
 
 
 def test_reference_gives_the_golden_figures():
@@ -189,7 +197,7 @@ def test_remat_and_repetition_change_nothing():
         def loss(params):
             return transformer.loss(params, beta, batch, RANDOM, remat=remat)
 
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))
+        return quick_jit(jax.value_and_grad(loss, has_aux=True))
 
     plain = gradient(False)
     first, again, rematerialised = plain(params), plain(params), gradient(True)(params)
@@ -211,7 +219,7 @@ def test_bfloat16_stays_close():
     def loss(params, dtype):
         return transformer.loss(params, beta, batch, RANDOM, compute_dtype=dtype)
 
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    step = quick_jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
     (full, _), _ = step(params, jnp.float32)
     (half, aux), gradient = step(params, jnp.bfloat16)
     assert abs(full - half) < 0.05 * abs(full)

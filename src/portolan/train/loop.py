@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from portolan.canonical import digest
 from portolan.console import errors
 from portolan.errors import PortolanError, StorageError, TrainingDiverged
 from portolan.evals.perplexity import METRIC_PREFIX
@@ -172,9 +173,9 @@ class TrainingLoop:
         self.evaluate = evaluate
         self.recorder = recorder
         self.report = report
-        self.identity = metadata
-        self.schedule = run.schedule
         self.table = group_table(run)
+        self.identity = metadata | {"group_table_digest": digest(self.table.to_json())}
+        self.schedule = run.schedule
         self.store = CheckpointStore(folder, on_event=self._checkpoint_event)
         self.completed = 0
         self.train_seconds = 0.0

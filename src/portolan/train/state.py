@@ -85,7 +85,7 @@ def group_table(run: RunSettings) -> GroupTable:
     shapes = {
         path: leaf.shape for path, leaf in flatten_paths(transformer.abstract(run.config)).items()
     }
-    return resolve_groups(shapes, scope=run.optimizer.hyperball_scope)
+    return resolve_groups(shapes, scope=run.optimizer.hyperball_scope, settings=run.optimizer)
 
 
 def initial_state(run: RunSettings, table: GroupTable) -> TrainState:
