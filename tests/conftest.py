@@ -20,3 +20,13 @@ def shared_data() -> Path:
             pytest.fail(f"the published figures are missing: {folder}")
         pytest.skip("published figures not present; set PORTOLAN_SHARED_DATA")
     return folder
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """With PORTOLAN_FORBID_SKIPS, as in CI, a skipped test fails the session."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    if os.environ.get("PORTOLAN_FORBID_SKIPS") and skipped and exitstatus == 0:
+        for report in skipped:
+            print(f"\nskipped where skips are forbidden: {report.nodeid}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.model import plain
+from tests.model.tools import quick_jit
 
 from portolan.model import transformer
 from portolan.model.tree import flatten_paths, parameter_shapes, unflatten_paths
 from portolan.shapes import ModelConfig
-from tests.model import plain
 
 CONFIG = ModelConfig(
     vocab_size=41,
@@ -94,7 +95,7 @@ def double_run(case):
         def loss(params, beta):
             return transformer.loss(params, beta, batch, case.config, compute_dtype=jnp.float64)
 
-        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        step = quick_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
         (value, aux), (gradient, beta) = step(case.params(np.float64), jnp.asarray(case.beta))
         gradient = {path: np.asarray(leaf) for path, leaf in flatten_paths(gradient).items()}
         return float(value), jax.tree.map(np.asarray, aux), gradient, np.asarray(beta)
@@ -105,7 +106,7 @@ def single_logits(case):
     """Function (tokens, segments) -> float32 logits of the model of `case`, compiled once."""
     params, beta = case.params(np.float32), jnp.asarray(case.beta, jnp.float32)
 
-    @jax.jit
+    @quick_jit
     def logits(params, beta, tokens, segments):
         return transformer.logits(
             params, beta, tokens, segments, case.config, compute_dtype=jnp.float32

@@ -30,7 +30,7 @@ class Result:
 
 
 def logistic(x):
-    return np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), 1 - 1 / (1 + np.exp(-np.abs(x))))
+    return (1 + np.tanh(x / 2)) / 2
 
 
 def silu(x):

@@ -108,9 +108,7 @@ def new_beta(margins, num_valid, num_selected, num_bins):
         histogram = np.bincount(bins[:, e], minlength=num_bins)
         above = np.cumsum(histogram[::-1])[::-1]
         best = max(b for b in range(num_bins) if above[b] >= target)
-        beta.append(
-            low + best * width + width * (above[best] - target) / max(histogram[best], 1)
-        )
+        beta.append(low + best * width + width * (above[best] - target) / max(histogram[best], 1))
     return np.array(beta)
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from tests.model import golden, plain
 
 
@@ -66,5 +65,3 @@ def test_float32_logits_agree(case, single_logits):
     valid = case.segments >= 0
     size = np.sqrt(np.mean(expected[valid] ** 2))
     assert np.abs(logits - expected)[valid].max() < 1e-5 * size
-
-

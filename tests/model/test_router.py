@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.model import reference
 
 from portolan.model import router
-from tests.model import reference
 
 
 def balance(logits, bias, num_selected, num_bins, valid=None):
@@ -209,7 +210,7 @@ def test_same_integers_on_any_number_of_devices():
     out = subprocess.run(
         [sys.executable, "-c", ON_DEVICES],
         env=environment,
-        cwd=os.fspath(__import__("pathlib").Path(__file__).parents[2]),
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=True,

@@ -3,7 +3,10 @@
 import random
 from pathlib import Path
 
-WORDS = ["the", "a", "of", "in", "and", "to", "model", "loss", "token", "expert", "router", "layer", "width", "ladder", "rung", "target", "forecast", "train", "check", "data", "batch", "step", "seed", "curve", "law", "head", "query", "value", "gate", "norm"]
+WORDS = (
+    "the a of in and to model loss token expert router layer width ladder rung target forecast "
+    "train check data batch step seed curve law head query value gate norm"
+).split()
 
 RECIPE = """\
 name = "tiny"
@@ -37,7 +40,7 @@ overrides = {{ sequence_length = 64, window = 32, num_experts = 8 }}
 [budget]
 tokens_per_active_param = {ratio}
 batch_policy = "fixed"
-batch_sequences = 32
+batch_sequences = 16
 
 [ladder]
 widths = [32, 48, 64]
@@ -72,7 +75,7 @@ def write_documents(folder: Path) -> None:
 
 
 def write_recipe(
-    path: Path, folder: Path, *, ratio: float = 1.2, target: int = 80, save_seconds: float = 1.0
+    path: Path, folder: Path, *, ratio: float = 0.6, target: int = 80, save_seconds: float = 1.0
 ) -> None:
     """A recipe over `folder`, to be used as `portolan init --recipe FILE`."""
     path.write_text(

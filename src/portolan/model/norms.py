@@ -27,9 +27,7 @@ def rms_norm(x: jax.Array, gain_D: jax.Array) -> jax.Array:
     return gain_D.astype(x.dtype) * rms_normalise(x, NORM_EPSILON)
 
 
-def gated_norm(
-    x: jax.Array, gain_D: jax.Array, down_DG: jax.Array, up_GD: jax.Array
-) -> jax.Array:
+def gated_norm(x: jax.Array, gain_D: jax.Array, down_DG: jax.Array, up_GD: jax.Array) -> jax.Array:
     """n * sigmoid(silu(n down) up) with n = rms_norm(x) (arXiv 2601.22966), no factor 2."""
     n = rms_norm(x, gain_D)
     gate = jax.nn.silu(n @ down_DG.astype(x.dtype)) @ up_GD.astype(x.dtype)

@@ -116,6 +116,7 @@ def quantile_bins(
 
     low = jnp.zeros(num_experts, jnp.int32)
     high = jnp.full(num_experts, num_bins, jnp.int32)
+
     def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high) // 2

@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 Z_WEIGHT = 1e-4
-CPU_COMPILER_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+CPU_COMPILER_OPTIONS = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
 """For `jax.jit(..., compiler_options=...)` on CPU: library kernels for products only. Fused with
 reductions they cost a tenth of a small step (jax 0.10.2)."""
 SAVED_MIDDLE = "middle"
@@ -135,9 +137,7 @@ def hidden(
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     flags = jnp.array(config.global_layers)
     x, (new_beta, metrics) = jax.lax.scan(body, x, (params.blocks, beta_LE, flags))
-    x = gated_norm(
-        x, params.final_norm.gain, params.final_gnorm.down, params.final_gnorm.up
-    )
+    x = gated_norm(x, params.final_norm.gain, params.final_gnorm.down, params.final_gnorm.up)
     return x, new_beta, metrics
 
 

@@ -173,7 +173,9 @@ def _abstract_blocks(config: ModelConfig, leaf: Any) -> Block:
         ),
         shared=[
             GatedMlp(
-                leaf(layers, width, shared), leaf(layers, width, shared), leaf(layers, shared, width)
+                leaf(layers, width, shared),
+                leaf(layers, width, shared),
+                leaf(layers, shared, width),
             )
             for _ in range(config.num_shared_experts)
         ],
