@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.model import plain
 
 from portolan.errors import UsageError
 from portolan.model.generate import sample
-from tests.model import plain
 
 PROMPT = [3, 40, 7, 7, 19, 0, 22, 31, 5, 16, 2, 11, 38]
 

@@ -65,6 +65,8 @@ def test_convolution_against_loops(taps):
             jnp.asarray(x), jnp.asarray(weights)
         )
 
+    dx, dtaps = np.asarray(dx), np.asarray(dtaps)
+
     def loops(x, weights):
         return np.stack([reference.conv(x[b], weights, SEGMENTS[b]) for b in range(2)])
 

@@ -12,7 +12,7 @@ def golden_result():
 
 
 def test_golden_loss_and_logits(golden_result):
-    tokens, segments, weights = golden.inputs()
+    tokens, _, weights = golden.inputs()
     assert weights.sum() == 18
     figures = plain.loss(golden_result.logits, tokens, weights)
     expected = (golden.LOSS, golden.CROSS_ENTROPY, golden.MEAN_SQUARE_LSE)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.model import plain
+from tests.model.tools import quick_jit
 
 from portolan.model import conv, transformer
 from portolan.model.tree import flatten_paths, unflatten_paths
 from portolan.shapes import derive_shape
-from tests.model import plain
-from tests.model.tools import quick_jit
 
 INIT_CONFIG = derive_shape("small", 64, sequence_length=24, window=8)
 SEED = 3

@@ -4,12 +4,12 @@ import math
 
 import jax
 import pytest
+from tests.model import golden
+from tests.model.conftest import CONFIG
 
 from portolan.accounting import total_parameters
 from portolan.model.tree import abstract, flatten_paths, parameter_shapes
 from portolan.shapes import derive_shape
-from tests.model import golden
-from tests.model.conftest import CONFIG
 
 SHAPES = {
     **{f"ladder {width}": derive_shape("ladder", width) for width in (384, 512, 768, 1024)},

@@ -43,8 +43,8 @@ batch_policy = "fixed"
 batch_sequences = 16
 
 [ladder]
-widths = [32, 48, 64]
-seeds = {{ 32 = 2 }}
+widths = [48, 64, 80]
+seeds = {{ 48 = 2 }}
 
 [optimizer]
 hyperball_scope = "per_expert"
@@ -75,7 +75,7 @@ def write_documents(folder: Path) -> None:
 
 
 def write_recipe(
-    path: Path, folder: Path, *, ratio: float = 0.6, target: int = 80, save_seconds: float = 1.0
+    path: Path, folder: Path, *, ratio: float = 0.26, target: int = 96, save_seconds: float = 1.0
 ) -> None:
     """A recipe over `folder`, to be used as `portolan init --recipe FILE`."""
     path.write_text(

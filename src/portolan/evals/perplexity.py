@@ -1,6 +1,5 @@
 """Held-out loss per domain, without expert capacity, from any state of a run."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +38,13 @@ class HeldOutEvaluator:
                 params, beta, tokens, segments, config, compute_dtype=compute_dtype
             )
 
-        self._losses: Callable = jax.jit(losses)
+        self._losses = jax.jit(losses)
+
+    def lower(self, params: Any, beta: jax.Array) -> Any:
+        """The program of one batch, traced but not compiled."""
+        shape = (self.batch_sequences, self.evaluation_set.sequence_length)
+        rows = np.zeros(shape, np.int32)
+        return self._losses.lower(params, beta, rows, rows)
 
     def __call__(self, params: Any, beta: jax.Array) -> dict[str, float]:
         """{metric key: nats per token or bits per byte} of all domains, macro and micro."""

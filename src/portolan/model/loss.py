@@ -3,8 +3,6 @@
 Shapes: T tokens, D width, V vocabulary.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -13,8 +11,7 @@ from portolan.model.norms import wide
 VOCABULARY_BLOCK = 4096
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def token_losses(
+def _token_losses(
     x_TD: jax.Array, head_DV: jax.Array, labels_T: jax.Array, block: int = VOCABULARY_BLOCK
 ) -> tuple[jax.Array, jax.Array]:
     """(negative log-likelihood [T], logsumexp [T]) of x @ head, in float32 or wider.
@@ -22,6 +19,9 @@ def token_losses(
     At most `block` columns of logits exist at a time, in both directions.
     """
     return _forward(x_TD, head_DV, labels_T, block)[0]
+
+
+token_losses = jax.custom_vjp(_token_losses, nondiff_argnums=(3,))
 
 
 def _blocks(vocab_size: int, block: int) -> list[slice]:
@@ -33,16 +33,15 @@ def _logits(x_TD: jax.Array, head_DV: jax.Array) -> jax.Array:
 
 
 def _forward(x_TD, head_DV, labels_T, block):
-    lse = label_logit = None
+    lse = jnp.full(labels_T.shape, -jnp.inf, wide(x_TD.dtype))
+    label_logit = jnp.zeros_like(lse)
     for columns in _blocks(head_DV.shape[1], block):
         logits = _logits(x_TD, head_DV[:, columns])
-        part = jax.nn.logsumexp(logits, axis=-1)
         inside = (labels_T >= columns.start) & (labels_T < columns.stop)
         index = jnp.clip(labels_T - columns.start, 0, logits.shape[1] - 1)
         chosen = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0]
-        chosen = jnp.where(inside, chosen, 0)
-        lse = part if lse is None else jnp.logaddexp(lse, part)
-        label_logit = chosen if label_logit is None else label_logit + chosen
+        lse = jnp.logaddexp(lse, jax.nn.logsumexp(logits, axis=-1))
+        label_logit += jnp.where(inside, chosen, 0)
     return (lse - label_logit, lse), (x_TD, head_DV, labels_T, lse)
 
 

@@ -5,7 +5,7 @@ R latent width, F expert width, E experts, G gate rank, W taps. A leading L is t
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ Leaf = Any
 Node = TypeVar("Node")
 
 
+@dataclass_transform()
 def _node(cls: type[Node]) -> type[Node]:
     """A dataclass that JAX sees as a tree."""
     return jax.tree_util.register_dataclass(dataclass(cls))

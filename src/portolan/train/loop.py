@@ -19,7 +19,7 @@ import numpy as np
 from portolan.canonical import digest
 from portolan.console import errors
 from portolan.errors import PortolanError, StorageError, TrainingDiverged
-from portolan.evals.perplexity import METRIC_PREFIX
+from portolan.evals.perplexity import METRIC_PREFIX, HeldOutEvaluator
 from portolan.files import read_json, storage_errors, write_json_atomic
 from portolan.model.transformer import Batch
 from portolan.optim.norms import check_norm_drift
@@ -151,7 +151,7 @@ class TrainingLoop:
         run: what to train.
         folder: `runs/<run-id>` of the project.
         data: batches by step.
-        evaluate: `(params, beta) -> {metric: value}` at every mark.
+        evaluate: held-out losses, called at every mark.
         recorder: told of attempts, events and permanent checkpoints.
         report: called with Progress about once a second; must be quick.
         metadata: digests that a checkpoint must share with this run to be resumed.
@@ -162,7 +162,7 @@ class TrainingLoop:
         run: RunSettings,
         folder: Path,
         data: BatchSource,
-        evaluate: Callable[[Any, Any], dict[str, float]],
+        evaluate: HeldOutEvaluator,
         recorder: Recorder,
         report: Callable[[Progress], None],
         metadata: dict[str, Any],
@@ -293,7 +293,8 @@ class TrainingLoop:
         shape = (self.run.batch_sequences, self.run.config.sequence_length)
         tokens = np.zeros(shape, np.int32)
         batch = Batch(tokens, tokens, np.zeros(shape, np.float32))  # type: ignore[arg-type]
-        compile_programs(step, state, batch, self.rates(self.completed))
+        programs = step.lower(state, batch, self.rates(self.completed))
+        compile_programs([*programs, self.evaluate.lower(state.params, state.beta)])
 
     def rates(self, index: int) -> Rates:
         """Rates of update `index` (zero-based), from the schedule."""
