@@ -38,7 +38,8 @@ class HeldOutEvaluator:
                 params, beta, tokens, segments, config, compute_dtype=compute_dtype
             )
 
-        self._losses = jax.jit(losses)
+        options = transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
+        self._losses = jax.jit(losses, compiler_options=options)
 
     def lower(self, params: Any, beta: jax.Array) -> Any:
         """The program of one batch, traced but not compiled."""

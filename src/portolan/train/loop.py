@@ -378,7 +378,7 @@ class TrainingLoop:
         self, state: TrainState, metrics: dict, ordinal: int, tracker: Tracker
     ) -> None:
         tracker.log(self.completed, {k: float(metrics[k]) for k in ("train/loss", GLOBAL_NORM)})
-        name = "loss" if not math.isfinite(metrics["train/loss"]) else "gradient norm"
+        name = "loss" if not math.isfinite(metrics["train/loss"]) else "gradient or router state"
         self._save(state, "temporary", ordinal, tracker)
         text = f"the {name} of update {self.completed + 1} of {self.run.run_id} is not finite"
         self.recorder.event(self.run.run_id, "incident", self.completed, text)

@@ -24,7 +24,7 @@ from portolan.tree import flatten_paths
 class TrainStep:
     """The update `(state, batch, rates) -> (state, metrics)`; `state` is donated.
 
-    When the loss or the gradient norm is not finite the returned state is the old one and
+    When the loss, the gradient norm or a router quantile is not finite the returned state is the old one and
     `metrics["finite"]` is false, so that the caller can save it and stop. Metrics are scalars,
     but for `router/*`, which hold one value a layer.
     """
@@ -50,8 +50,9 @@ class TrainStep:
 
 def make_train_step(run: RunSettings, table: GroupTable, compute_dtype: Any) -> TrainStep:
     """The update of a run, jitted."""
+    options = transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
     return TrainStep(
-        jax.jit(_gradient_function(run, compute_dtype)),
+        jax.jit(_gradient_function(run, compute_dtype), compiler_options=options),
         jax.jit(_update_function(run, table), donate_argnums=0),
     )
 
@@ -89,7 +90,11 @@ def _update_function(run: RunSettings, table: GroupTable) -> Callable:
     ) -> tuple[TrainState, dict]:
         params, opt = optimize(grads, state.opt, state.params, rates)
         norms = diagnostics(grads, state.params, params, table)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norms["norm/gradient/global"])
+        finite = (
+            jnp.isfinite(loss)
+            & jnp.isfinite(norms["norm/gradient/global"])
+            & jnp.all(jnp.isfinite(aux.new_beta))
+        )
         new = TrainState(params=params, opt=opt, beta=aux.new_beta)
         kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
         metrics = {
