@@ -138,8 +138,7 @@ def test_sample_repeats_itself_under_one_seed(copy, finished):
     assert first.startswith("the model ")
     assert len(first) > len("the model \n")
     assert sample("--seed", 3) == first
-    others = [sample("--seed", seed, "--run", "rung-d80") for seed in (3, 4)]
-    assert others[0] != others[1]
+    assert sample("--seed", 4) != first
 
 
 def test_show_batch_names_the_documents_of_every_row(copy, cli):
@@ -240,6 +239,9 @@ def copy(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_above_left_the_shared_copy_as_it_was(copy, finished):
-    assert read_tree(copy) == read_tree(finished.root)
+    left, right = (read_tree(root) for root in (copy, finished.root))
+    assert set(left) == set(right)
+    changed = {name for name in left if left[name] != right[name]}
+    assert all(name.endswith("/checkpoints/staging/lock") for name in changed)
 
 

@@ -24,9 +24,9 @@ from portolan.tree import flatten_paths
 class TrainStep:
     """The update `(state, batch, rates) -> (state, metrics)`; `state` is donated.
 
-    When the loss, the gradient norm or a router quantile is not finite the returned state is the old one and
-    `metrics["finite"]` is false, so that the caller can save it and stop. Metrics are scalars,
-    but for `router/*`, which hold one value a layer.
+    When the loss, the gradient norm or a router quantile is not finite, the returned state is the
+    old one and `metrics["finite"]` is false, so that the caller can save it and stop. Metrics are
+    scalars, but for `router/*`, which hold one value a layer.
     """
 
     gradients: Any
