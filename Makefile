@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROJECT ?= demo
 STAMP := $(VENV)/.installed
 
@@ -13,8 +14,10 @@ $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Portolan needs Python 3.11 or newer; call make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@# uv installs in a fifth of the time; where it cannot, pip does.
+	$(PIP) $$(grep '^uv==' requirements.lock) && $(BIN)/uv pip install --quiet \
+	  --python $(BIN)/python -r requirements.lock || $(PIP) -r requirements.lock
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
 setup-browser: setup
