@@ -56,7 +56,8 @@ def recipe_reference() -> str:
     }
     sections["[[data.sources]]"] = recipe.SourceSettings
     for name, model in sections.items():
-        parts += [f"\n## {name if name.startswith('[') else f'[{name}]'}\n\n", inspect.cleandoc(model.__doc__ or ""), "\n\n"]
+        title = name if name.startswith("[") else f"[{name}]"
+        parts += [f"\n## {title}\n\n", inspect.cleandoc(model.__doc__ or ""), "\n\n"]
         parts += [_table(model, name)]
     return "".join(parts)
 

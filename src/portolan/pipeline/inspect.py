@@ -70,9 +70,6 @@ def sample(
     seed: int,
 ) -> None:
     """Print the prompt and its continuation."""
-    import jax.numpy as jnp
-    import numpy as np
-
     from portolan.model.generate import sample as generate
 
     corpus = require_corpus(project)
@@ -80,12 +77,11 @@ def sample(
     params, beta, completed = restored_state(project, run)
     tokenizer = corpus.tokenizer()
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
-    tokens = np.asarray([*start, *tokenizer.encode(prompt)], np.int32)
     written = generate(
         params,
         beta,
         run.rung.config,
-        jnp.asarray(tokens),
+        [*start, *tokenizer.encode(prompt)],
         num_tokens,
         temperature=temperature,
         top_p=top_p,
