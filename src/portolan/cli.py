@@ -5,8 +5,6 @@ exists but cannot be trusted; 4 the record is unsigned; 5 the record has a torn 
 full, read-only or refuses writes; 7 training diverged; 130 interrupted.
 """
 
-import errno
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,10 @@ import typer
 
 from portolan import __version__
 from portolan.console import errors, say
-from portolan.errors import PortolanError
+from portolan.errors import PortolanError, StorageError
+from portolan.files import STORAGE_REMEDIES
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="portolan",
@@ -262,23 +263,39 @@ def main() -> None:
     debug = "--debug" in sys.argv
     try:
         app(standalone_mode=True)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            _explain("interrupted", "run the same command again to go on")
+        raise
     except PortolanError as error:
         if debug:
             raise
         errors.print(f"portolan: {error}", markup=False)
         sys.exit(error.exit_code)
-    except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
-            raise
-        errors.print(
-            f"portolan: cannot write {error.filename or 'a file'}: {os.strerror(error.errno)}\n"
-            "  remedy: free space or choose a writable project folder with -C, then run again",
-            markup=False,
-        )
-        sys.exit(6)
     except KeyboardInterrupt:
-        errors.print("portolan: interrupted; run the same command again to go on", markup=False)
-        sys.exit(130)
+        _explain("interrupted", "run the same command again to go on")
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if debug:
+            raise
+        sys.exit(_explain_unexpected(error))
+
+
+def _explain_unexpected(error: Exception) -> int:
+    """Print an error that no stage translated; returns the exit code."""
+    if isinstance(error, OSError) and error.errno in STORAGE_REMEDIES:
+        place = error.filename or "a file"
+        _explain(f"cannot write {place}: {error.strerror}", STORAGE_REMEDIES[error.errno])
+        return StorageError.exit_code
+    _explain(
+        f"{type(error).__name__}: {error}",
+        "this is a defect of Portolan: please report it with what --debug shows",
+    )
+    return PortolanError.exit_code
+
+
+def _explain(message: str, remedy: str) -> None:
+    errors.print(f"portolan: {message}\n  remedy: {remedy}", markup=False)
 
 
 if __name__ == "__main__":

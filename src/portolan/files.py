@@ -33,23 +33,28 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+STORAGE_REMEDIES = {
+    errno.ENOSPC: "free some space on this disk and run the same command again",
+    errno.EDQUOT: "free some of your quota and run the same command again",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f) and run the same command again",
+    errno.EROFS: "this file system is read-only: choose another project folder with -C",
+    errno.EACCES: "make the folder writable or choose another project folder with -C",
+    errno.EPERM: "make the folder writable or choose another project folder with -C",
+}
+"""What a user can do about an error of the storage, by its number."""
+
+
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turn "no space", "read-only" and "permission denied" into a StorageError naming `path`."""
+    """Turn "no space", "read-only" and the like into a StorageError naming `path`."""
     try:
         yield
     except OSError as error:
-        remedies = {
-            errno.ENOSPC: "free some space on this disk and run the same command again",
-            errno.EDQUOT: "free some of your quota and run the same command again",
-            errno.EROFS: "this file system is read-only: choose another project folder with -C",
-            errno.EACCES: "make the folder writable or choose another project folder with -C",
-            errno.EPERM: "make the folder writable or choose another project folder with -C",
-        }
-        if error.errno not in remedies:
+        if error.errno not in STORAGE_REMEDIES:
             raise
         raise StorageError(
-            f"cannot write {path}: {os.strerror(error.errno)}", remedy=remedies[error.errno]
+            f"cannot write {path}: {os.strerror(error.errno)}",
+            remedy=STORAGE_REMEDIES[error.errno],
         ) from error
 
 

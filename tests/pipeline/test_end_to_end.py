@@ -92,7 +92,7 @@ def test_registration_lies_before_the_first_attempt_at_the_target(finished):
     forecasts = [record for record in records if record.type == "forecast"]
     assert [record.id for record in forecasts] == registration.body["forecasts"]
     assert forecasts[0].seq < registration.seq < min(attempts)
-    assert forecasts[0].body["known_before"] ["count"] == 0
+    assert forecasts[0].body["known_before"]["count"] == 0
     assert registration_grade(records, registration.id) == "chained"
 
 
@@ -243,5 +243,3 @@ def test_every_command_above_left_the_shared_copy_as_it_was(copy, finished):
     assert set(left) == set(right)
     changed = {name for name in left if left[name] != right[name]}
     assert all(name.endswith("/checkpoints/staging/lock") for name in changed)
-
-

@@ -13,9 +13,6 @@ from tests.pipeline.tools import Running, run_command
 
 from portolan.track.tracker import metrics_digest
 
-POLL_SECONDS = 0.01
-WAIT_SECONDS = 600
-
 
 def holds(project: Path, pattern: str, min_bytes: int = 0) -> bool:
     """Whether a file or folder of this name is there, with at least so many bytes."""
@@ -35,16 +32,12 @@ MOMENTS: dict[str, tuple[Callable[[Path], bool], float]] = {
 def kill_at(project: Path, moment: str, rng: random.Random, environment: dict) -> str:
     """Start the command, SIGKILL it at the moment, return what it had printed."""
     is_ready, max_delay = MOMENTS[moment]
-    run = Running("-C", project, "run", environment=environment)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not is_ready(project):
-        assert run.process.poll() is None, f"ended before {moment!r}:\n{run.output}"
-        assert time.monotonic() < deadline, f"{moment!r} never came:\n{run.output}"
-        time.sleep(POLL_SECONDS)
+    run = Running(project.parent / "log", "-C", project, "run", environment=environment)
+    run.wait_until(lambda: is_ready(project), moment)
     time.sleep(rng.uniform(0, max_delay))
     workers = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
-    assert run.finish() == -9, f"ended before it was killed at {moment!r}:\n{run.output}"
+    assert run.process.wait() == -9, f"ended before {moment!r}:\n{run.output}"
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive, f"left running after {moment!r}: {alive}"
     return run.output

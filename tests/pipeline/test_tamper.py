@@ -122,9 +122,7 @@ def test_cut_end_is_found_by_the_signed_heads(copy, verify):
     assert (done.code, done.out.startswith("truncated(")) == (1, True)
 
 
-def test_end_cut_together_with_its_heads_is_found_only_against_a_held_head(
-    copy, verify, tmp_path
-):
+def test_end_cut_together_with_its_heads_is_found_only_against_a_held_head(copy, verify, tmp_path):
     path = copy / "record" / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     seqs = signed_seqs(copy)

@@ -4,7 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ from pathlib import Path
 from portolan.cli import main
 
 COMMAND = (sys.executable, "-m", "portolan.cli")
+POLL_SECONDS = 0.01
+WAIT_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -52,37 +54,32 @@ def run_command(*arguments: object, environment: dict[str, str] | None = None) -
 
 
 class Running:
-    """A command under way, whose lines can be waited for."""
+    """A command under way, whose output can be looked at."""
 
-    def __init__(self, *arguments: object, environment: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | (environment or {}),
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
+    def __init__(
+        self, log: Path, *arguments: object, environment: dict[str, str] | None = None
+    ) -> None:
+        self.log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*COMMAND, *map(str, arguments)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | (environment or {}),
+            )
 
     @property
     def output(self) -> str:
         """Everything printed so far."""
-        return "".join(self.lines)
+        return self.log.read_text()
 
-    def finish(self) -> int:
-        """Wait for the end; returns the exit status."""
-        status = self.process.wait()
-        self._reader.join(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return status
+    def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
+        """Wait for a condition; fails when the command ends before it holds."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not is_ready():
+            assert self.process.poll() is None, f"ended before {what!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"{what!r} never came:\n{self.output}"
+            time.sleep(POLL_SECONDS)
 
 
 def read_tree(folder: Path) -> dict[str, str]:

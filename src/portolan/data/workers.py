@@ -1,9 +1,12 @@
 """An ordered map over tasks, in this process or in a pool: the results never depend on which."""
 
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from multiprocessing.connection import wait as wait_for
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -38,7 +41,9 @@ class WorkerPool:
             return
         if self.executor is None:
             context = multiprocessing.get_context("spawn")
-            self.executor = ProcessPoolExecutor(self.num_workers, mp_context=context)
+            self.executor = ProcessPoolExecutor(
+                self.num_workers, mp_context=context, initializer=_end_with_parent
+            )
         window = 2 * self.num_workers
         pending: deque[Future[Any]] = deque()
         try:
@@ -52,3 +57,15 @@ class WorkerPool:
             for future in pending:
                 future.cancel()
             wait(pending)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that started it dies: a killed one cannot say so."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait_for([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

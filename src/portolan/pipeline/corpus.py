@@ -152,11 +152,15 @@ class Corpus:
 
     def describe(self) -> list[str]:
         """Lines for a person."""
-        lines = [
-            f"{s['key']}: {s['documents']:,} documents, {s['bytes'] / 1e6:.1f} MB, "
-            f"{s['tokens']:,} tokens, {s['heldout_documents']} held out, {s['license_class']}"
-            for s in self.summary["sources"]
-        ]
+        lines = []
+        for s in self.summary["sources"]:
+            text = (
+                f"{s['key']}: {s['documents']:,} documents, {s['bytes'] / 1e6:.1f} MB, "
+                f"{s['tokens']:,} tokens, {s['heldout_documents']} held out, {s['license_class']}"
+            )
+            dropped = sorted(s["dropped"].items())
+            reasons = [f"{number:,} {why}" for why, number in dropped if why != "heldout"]
+            lines.append("; left out: ".join(filter(None, [text, ", ".join(reasons)])))
         store = self.summary["store"]
         return [*lines, f"token store: {store['tokens']:,} tokens, digest {store['digest'][:16]}"]
 

@@ -111,6 +111,11 @@ class RunRecorder:
     data_digest: str
     _open: dict[str, Any] = field(default_factory=dict)
 
+    def last_attempt(self, run_id: str) -> int:
+        """Ordinal of the newest attempt in the journal, 0 if none: a folder may be deleted."""
+        attempts = self.record.find("attempt", run=run_id)
+        return max((record.body["ordinal"] for record in attempts), default=0)
+
     def attempt_started(self, run_id: str, ordinal: int, start: int, restored: str) -> None:
         """Record that an attempt begins; a restored checkpoint is named by its record."""
         reference = "fresh" if restored == "fresh" else self._restored(run_id, start, restored)

@@ -53,7 +53,11 @@ class BatchSource(Protocol):
 
 
 class Recorder(Protocol):
-    """What the loop tells the record."""
+    """What the loop tells the record, and what it asks."""
+
+    def last_attempt(self, run_id: str) -> int:
+        """Ordinal of the newest attempt that the record knows, 0 if none."""
+        ...
 
     def attempt_started(self, run_id: str, ordinal: int, start: int, restored: str) -> None:
         """An attempt begins at `start` completed updates."""
@@ -124,15 +128,21 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Inside, SIGINT and SIGTERM only ask to stop after the current update.
+    """Inside, SIGINT and SIGTERM only ask to stop after the current update; twice stops at once.
 
     The state of an update in flight is donated, so it cannot be saved from a handler.
     """
     asked: list[int] = []
     previous = {}
+
+    def ask(received: int, _: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(received)
+
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, lambda received, _: asked.append(received))
+            previous[number] = signal.signal(number, ask)
     try:
         yield lambda: bool(asked)
     finally:
@@ -235,7 +245,8 @@ class TrainingLoop:
         return restore_state(template, arrays), restored.content_digest
 
     def _open_attempt(self, start: int, restored: str) -> int:
-        ordinal = 1 + len(list(self.folder.glob("attempt-*.json")))
+        num_notes = len(list(self.folder.glob("attempt-*.json")))
+        ordinal = 1 + max(num_notes, self.recorder.last_attempt(self.run.run_id))
         content = {"ordinal": ordinal, "start": start, "restored_from": restored, "end": None}
         write_json_atomic(self.folder / f"attempt-{ordinal}.json", content)
         self.recorder.attempt_started(self.run.run_id, ordinal, start, restored)
