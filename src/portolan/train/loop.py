@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -283,13 +283,11 @@ class TrainingLoop:
             seconds = time.monotonic() - begin
             self.completed = index + 1
             self.train_seconds += seconds
-            check_norm_drift(_drifts(metrics), self.completed)
+            self._check_norms(metrics)
             self._log(tracker, index, metrics, seconds)
             evaluation = None
             if self.completed in marks:
-                self.last_evaluation = self.evaluate(state.params, state.beta)
-                tracker.log(index, self.last_evaluation)
-                evaluation = self.last_evaluation[HEADLINE]
+                evaluation = self._evaluate(state, ordinal, tracker)
             self._report(metrics, evaluation)
             if self._stop_requested():
                 self._save(state, "temporary", ordinal, tracker)
@@ -385,6 +383,17 @@ class TrainingLoop:
             self.recorder.checkpoint_saved(self.run.run_id, saved)
         return saved
 
+    def _evaluate(self, state: TrainState, ordinal: int, tracker: Tracker) -> float:
+        """Log every held-out metric; returns the headline."""
+        found = self.evaluate(state.params, state.beta)
+        tracker.log(self.completed - 1, found)
+        if not all(map(math.isfinite, found.values())):
+            self._save(state, "temporary", ordinal, tracker)
+            text = f"the evaluation after update {self.completed} of {self.run.run_id}"
+            self._report_divergence(f"{text} is not finite", "the state is saved")
+        self.last_evaluation = found
+        return found[HEADLINE]
+
     def _stop_diverged(
         self, state: TrainState, metrics: dict, ordinal: int, tracker: Tracker
     ) -> None:
@@ -392,9 +401,23 @@ class TrainingLoop:
         name = "loss" if not math.isfinite(metrics["train/loss"]) else "gradient or router state"
         self._save(state, "temporary", ordinal, tracker)
         text = f"the {name} of update {self.completed + 1} of {self.run.run_id} is not finite"
+        self._report_divergence(text, "the state before it is saved")
+
+    def _check_norms(self, metrics: dict) -> None:
+        """The state of an update that moved a constrained norm is wrong: it is not saved."""
+        try:
+            check_norm_drift(_drifts(metrics), self.completed)
+        except TrainingDiverged as error:
+            self.completed -= 1
+            saved = self.store.latest()
+            text = f"the newest saved state is step {saved.step}" if saved else "nothing is saved"
+            self.recorder.event(self.run.run_id, "incident", self.completed, error.message)
+            raise TrainingDiverged(f"{error.message}; {text}", remedy=error.remedy) from None
+
+    def _report_divergence(self, text: str, saved: str) -> NoReturn:
         self.recorder.event(self.run.run_id, "incident", self.completed, text)
         raise TrainingDiverged(
-            f"{text}; the state before it is saved as step {self.completed}",
+            f"{text}; {saved} as step {self.completed}",
             remedy="lower optimizer.rate_multiplier in the recipe and run again",
         )
 
