@@ -412,7 +412,10 @@ class TrainingLoop:
             saved = self.store.latest()
             text = f"the newest saved state is step {saved.step}" if saved else "nothing is saved"
             self.recorder.event(self.run.run_id, "incident", self.completed, error.message)
-            raise TrainingDiverged(f"{error.message}; {text}", remedy=error.remedy) from None
+            raise TrainingDiverged(
+                f"{error.message}; {text}",
+                remedy=f"lower optimizer.rate_multiplier if it was raised; else {error.remedy}",
+            ) from None
 
     def _report_divergence(self, text: str, saved: str) -> NoReturn:
         self.recorder.event(self.run.run_id, "incident", self.completed, text)
