@@ -40,6 +40,8 @@ STORAGE_REMEDIES = {
     errno.EROFS: "this file system is read-only: choose another project folder with -C",
     errno.EACCES: "make the folder writable or choose another project folder with -C",
     errno.EPERM: "make the folder writable or choose another project folder with -C",
+    errno.ENOTDIR: "move away the file that stands where a folder is expected",
+    errno.EIO: "check the disk: it reported a failure of its own",
 }
 """What a user can do about an error of the storage, by its number."""
 
