@@ -14,6 +14,7 @@ from portolan.project import Project
 from portolan.scaling.ladder import Rung
 
 RUN_KEY_DIGITS = 8
+MIXTURE_FILE = "mixture.json"
 MAX_PERMANENT_CHECKPOINTS = 64
 
 
@@ -122,6 +123,7 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
 
     settings = run_settings(project, run)
     write_json_atomic(folder / "run.json", describe(project, corpus, run))
+    corpus.mixture(run.rung).save(folder / MIXTURE_FILE)
     role = "production" if run.is_target else "trial"
     record.run(
         run.run_id,
@@ -163,7 +165,8 @@ def record_finished(project: Project, record: ProjectRecord, run: PlannedRun) ->
     if record.find("artifact", kind="metrics", name=name):
         return
     folder = project.runs / run.run_id
-    paths = [*(folder / "metrics").glob("*.parquet"), folder / "run.json", folder / "finished.json"]
+    names = ("run.json", MIXTURE_FILE, "finished.json")
+    paths = [*(folder / "metrics").glob("*.parquet"), *(folder / name for name in names)]
     content = read_json(folder / "finished.json")["content_digest"]
     record.artifact(
         "metrics",

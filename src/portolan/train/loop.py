@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 import jax
 import numpy as np
 
+from portolan.accounting import utilisation
 from portolan.canonical import digest
 from portolan.console import errors
 from portolan.errors import PortolanError, StorageError, TrainingDiverged
@@ -321,7 +322,11 @@ class TrainingLoop:
             values[f"rate/{name}"] = float(rate)
         values[GLOBAL_NORM] = float(metrics[GLOBAL_NORM])
         values["throughput/step_seconds"] = seconds
-        values["throughput/tokens_per_second"] = self.run.tokens_per_step / seconds
+        tokens_per_second = self.run.tokens_per_step / seconds
+        values["throughput/tokens_per_second"] = tokens_per_second
+        device = jax.devices()[0].device_kind
+        if found := utilisation(self.run.config, tokens_per_second, jax.device_count(), device):
+            values["throughput/mfu"] = found.value
         last = row == self.run.steps - 1
         if row % self.run.norm_interval_steps == 0 or last:
             for key, value in metrics.items():
