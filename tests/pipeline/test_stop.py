@@ -81,18 +81,7 @@ def test_diverged_training_saves_its_last_finite_state(project, finished):
     records = list(Journal.open(project / "record").records())
     texts = [r.body["text"] for r in records if r.type == "event" and r.body["kind"] == "incident"]
     assert any("is not finite" in text for text in texts)
-    again = run_command("-C", project, "ladder", *overrides, environment=finished.environment)
-    assert again.code == 7
     assert run_command("-C", project, "verify").code == 0
-
-
-def test_update_that_breaks_a_norm_is_not_saved(project, finished):
-    overrides = (*SMALLEST_RUNG, "--set", "optimizer.rate_multiplier=1e30")
-    done = run_command("-C", project, "ladder", *overrides, environment=finished.environment)
-    assert done.code == 7
-    assert "the norm of norm/drift/" in done.err
-    assert "remedy: lower optimizer.rate_multiplier" in done.err
-    assert "Traceback" not in done.err
 
 
 def test_run_whose_every_checkpoint_is_damaged_is_not_started_afresh(project, cli):

@@ -2,9 +2,9 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,15 +93,22 @@ def token_files(project: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("limit_bytes", [20_000, 150_000])
-def test_curation_stopped_by_a_limit_on_file_sizes(limit_bytes, finished, tmp_path):
+LIMITED = """
+import os, resource, sys
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+os.execv(sys.executable, sys.argv[2:])
+"""
+
+
+def test_curation_stopped_by_a_limit_on_file_sizes(finished, tmp_path):
     project = make_project(finished, tmp_path)
+    command = [*COMMAND, "-C", project, "curate"]
     done = subprocess.run(
-        [*COMMAND, "-C", project, "curate"],
+        [sys.executable, "-c", LIMITED, "150000", *map(str, command)],
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
     )
     check_refusal(Result(done.returncode, done.stdout, done.stderr), "File too large")
     assert not (project / "corpus" / "summary.json").exists()
@@ -113,30 +120,25 @@ def test_curation_stopped_by_a_limit_on_file_sizes(limit_bytes, finished, tmp_pa
 
 if MOUNTS:
 
-    @pytest.mark.parametrize("size", ["100k", "500k"])
-    def test_curation_on_a_full_disk(size, finished, tmp_path):
+    def test_curation_on_a_full_disk(finished, tmp_path):
         start = make_project(finished, tmp_path)
         environment = finished.environment
-        small, large, project = on_small_disk(tmp_path, start, size, environment, "curate")
+        small, large, project = on_small_disk(tmp_path, start, "500k", environment, "curate")
         check_refusal(small, "No space left on device")
         assert "summary.json" not in (tmp_path / "result" / "small.files").read_text()
         assert (large.code, large.err) == (0, "")
         assert token_files(project) == token_files(finished.root)
 
-    @pytest.mark.parametrize(
-        ("free_bytes", "message"),
-        [(60_000, "No space left on device"), (3_000_000, "are free at")],
-        ids=["journal or metrics", "checkpoint"],
-    )
-    def test_training_on_a_full_disk(free_bytes, message, finished, tmp_path):
+    def test_training_on_a_full_disk(finished, tmp_path):
         start = tmp_path / "start"
         shutil.copytree(finished.root, start, ignore=shutil.ignore_patterns("runs", "site"))
         shutil.rmtree(start / "record")
         verb = ("ladder", "--set", "ladder.widths=[48]", "--set", "ladder.seeds={48=1}")
-        size = str(free_bytes + sum(pages(path) for path in start.rglob("*")))
+        size = str(60_000 + sum(pages(path) for path in start.rglob("*")))
         environment = finished.environment
         small, large, project = on_small_disk(tmp_path, start, size, environment, *verb)
-        check_refusal(small, message)
+        check_refusal(small, "No space left on device")
+        assert "save after 1 updates failed, training goes on: " in small.err
         assert large.code == 0, large.err
         (folder,) = (project / "runs").iterdir()
         whole = finished.root / "runs" / folder.name
