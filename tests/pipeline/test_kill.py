@@ -23,9 +23,9 @@ def holds(project: Path, pattern: str, min_bytes: int = 0) -> bool:
 MOMENTS: dict[str, tuple[Callable[[Path], bool], float]] = {
     "curation starts": (lambda p: holds(p, "corpus/documents"), 0.5),
     "documents are curated": (lambda p: holds(p, "corpus/documents/train_*/manifest.json"), 0.5),
-    "first rung": (lambda p: holds(p, "runs/rung-d48-s0-*/metrics.jsonl", 1), 0.5),
-    "later rung": (lambda p: holds(p, "runs/rung-d80-*/metrics.jsonl", 1), 1.5),
-    "target": (lambda p: holds(p, "runs/target-*/metrics.jsonl", 1), 1.5),
+    "first rung": (lambda p: holds(p, "runs/rung-d48-s0-*/metrics.jsonl", 1), 0.2),
+    "later rung": (lambda p: holds(p, "runs/rung-d80-*/metrics.jsonl", 1), 0.5),
+    "target": (lambda p: holds(p, "runs/target-*/metrics.jsonl", 1), 0.8),
 }
 
 

@@ -171,8 +171,9 @@ def check_equal(folder: Path, outcome: Outcome, whole: tuple[Outcome, str]) -> N
     assert metrics_digest(folder) == digest
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [0, 6, 22])
+@pytest.mark.parametrize(
+    ("step", "number"), [(0, signal.SIGINT), (6, signal.SIGTERM), (22, signal.SIGINT)]
+)
 def test_run_stopped_by_a_signal_resumes_to_the_bit(step, number, train, whole, tmp_path):
     def send(at: int) -> None:
         if at == step:
