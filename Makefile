@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROJECT ?= demo
 STAMP := $(VENV)/.installed
 
-.PHONY: setup setup-browser demo test test-all lint bench docs clean
+.PHONY: setup setup-browser demo test test-slow lint bench docs clean
 
 setup: $(STAMP)
 
@@ -31,7 +31,11 @@ demo: setup
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/portolan -C $(PROJECT) run
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not slow"
+
+# What takes more than a minute on two cores; `.ci/run` calls both.
+test-slow: setup
+	$(BIN)/python -m pytest -q -m slow
 
 lint: setup
 	$(BIN)/ruff format --check src tests benchmarks docs

@@ -1,4 +1,4 @@
-"""Time of the record: verifying a long journal, appending to one, logging a row of metrics.
+"""Time of the record: verifying a long journal, appending to it, reconciling, logging a row.
 
 Run `python benchmarks/record.py [--quick] [--json FILE]`.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from common import claim, main, report, row
 
+from portolan.record.audit.reconciliation import reconcile_folder
 from portolan.record.chain import NO_LINE, encode_line
 from portolan.record.journal import Journal
 from portolan.track.tracker import Tracker
@@ -91,8 +92,8 @@ def measure_log(folder: Path, num_rows: int) -> tuple[list[float], list[float]]:
 
 
 def measure_append(folder: Path, num_records: int) -> list[float]:
-    """Seconds of each append, fsync included."""
-    journal = Journal.create(folder / "record", "benchmark")
+    """Seconds of each append to an existing journal, fsync included."""
+    journal = Journal.open(folder)
     durations = []
     for number in range(num_records):
         body = {"text": f"note {number}", "kind": "decision", "step": "not_stated"}
@@ -102,6 +103,54 @@ def measure_append(folder: Path, num_records: int) -> list[float]:
     return durations
 
 
+APPEND = """
+import sys
+from pathlib import Path
+from portolan.record.journal import Journal
+journal = Journal.open(Path(sys.argv[1]))
+for number in range(int(sys.argv[3])):
+    body = {"text": f"{sys.argv[2]} {number}", "kind": "save", "step": "unknown"}
+    journal.append("event", body)
+"""
+
+
+def measure_two_writers(folder: Path, num_records: int) -> tuple[float, int]:
+    """Seconds in which two processes append `num_records` each, and how many records are lost."""
+    Journal.create(folder, "benchmark")
+    begin = time.perf_counter()
+    command = [sys.executable, "-c", APPEND, str(folder)]
+    writers = [subprocess.Popen([*command, who, str(num_records)]) for who in "ab"]
+    exit_codes = [writer.wait() for writer in writers]
+    if any(exit_codes):
+        raise SystemExit("a writer failed")
+    seconds = time.perf_counter() - begin
+    texts = [str(record.body.get("text")) for record in Journal.open(folder).records()]
+    in_order = all(
+        [text for text in texts if text.startswith(f"{who} ")]
+        == [f"{who} {number}" for number in range(num_records)]
+        for who in "ab"
+    )
+    lost = 2 * num_records + 1 - len(texts)
+    return seconds, lost if in_order else max(1, lost)
+
+
+def measure_reconcile(folder: Path, num_claims: int) -> float:
+    """Seconds to reconcile a table of `num_claims` claims, four to a question."""
+    folder.mkdir()
+    head = "id,quantity,value,unit,basis,layer,stated_by,date,public_source\n"
+    layers = ("launched", "claimed", "registered", "observed")
+    rows = (
+        f"c{n // 4}-{n % 4},steps,{n // 4},steps,steps.planned,{layers[n % 4]},o,unknown,s\n"
+        for n in range(num_claims)
+    )
+    (folder / "claims.csv").write_text(head + "".join(rows))
+    begin = time.perf_counter()
+    result = reconcile_folder(folder)
+    if len(result.findings) != num_claims * 3 // 4 or result.exit_code != 0:
+        raise SystemExit("the benchmark's own claims do not reconcile")
+    return time.perf_counter() - begin
+
+
 def run(quick: bool) -> dict[str, Any]:
     """All measurements as {machine, load, versions, claims, rows}."""
     num_lines, num_rows, num_records = (20_000, 2_000, 100) if quick else (100_000, 20_000, 500)
@@ -109,7 +158,10 @@ def run(quick: bool) -> dict[str, Any]:
     try:
         seconds, processor_seconds, mebibytes = measure_verify(folder / "long", num_lines)
         log, log_processor = map(percentiles, measure_log(folder / "run", num_rows))
-        append = percentiles(measure_append(folder / "project", num_records))
+        durations = sorted(measure_append(folder / "long", num_records))
+        append, append_95 = percentiles(durations), 1000 * durations[int(0.95 * num_records)]
+        writers, lost = measure_two_writers(folder / "shared", num_records)
+        reconcile = measure_reconcile(folder / "claims", num_lines // 10)
     finally:
         shutil.rmtree(folder)
     per_hundred_thousand = seconds * 100_000 / num_lines
@@ -121,12 +173,17 @@ def run(quick: bool) -> dict[str, Any]:
         row(f"log {NUM_KEYS} values, 99th percentile", log[1], "ms"),
         row(f"log {NUM_KEYS} values, maximum", log[2], "ms"),
         row("log, processor time, 99th percentile", log_processor[1], "ms"),
-        row("append with fsync, median", append[0], "ms"),
+        row(f"append with fsync after {num_lines} lines, median", append[0], "ms"),
+        row("append with fsync, 95th percentile", append_95, "ms"),
         row("append with fsync, 99th percentile", append[1], "ms"),
+        row(f"two writers, {2 * num_records} appends", writers, "s"),
+        row(f"reconcile {num_lines // 10} claims", reconcile, "s"),
     ]
     claims = [
         _below("a journal of 100,000 lines verifies", per_hundred_thousand, "s", 10.0),
         _below("verification runs in bounded memory", mebibytes, "MiB", 256.0),
+        _below("appending to it, 95th percentile", append_95, "ms", 5.0),
+        claim("records that two writers lose or interleave", lost, "records", "= 0", lost == 0),
         _below("logging a row, 99th percentile", log[1], "ms", 1.0),
     ]
     return report(rows, claims, ("portolan", "rfc8785", "pydantic", "pyarrow", "polars"))

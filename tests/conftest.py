@@ -1,11 +1,30 @@
 """Fixtures that every room shares."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PROGRAMS = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs for the session: many tests and their processes share shapes."""
+    message = "ignore:Error (reading|writing) persistent compilation cache entry"
+    config.addinivalue_line("filterwarnings", message)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        config.stash[PROGRAMS] = tempfile.mkdtemp(prefix="portolan-programs-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = config.stash[PROGRAMS]
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what `pytest_configure` made."""
+    if folder := config.stash.get(PROGRAMS, ""):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,13 @@ from portolan.errors import (
     TrainingDiverged,
     UsageError,
 )
+from portolan.health import status
+from portolan.record import verdicts
 from portolan.record.verify import EXIT_CODES
 
 ROOT = typer.main.get_command(cli.app)
 VERBS = ROOT.list_commands(typer.Context(ROOT))  # type: ignore[attr-defined]
-DOCUMENTED = {0, 1, 2, 3, 4, 5, 6, 7, 130}
+DOCUMENTED = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 130}
 
 
 @pytest.fixture
@@ -49,6 +51,7 @@ def test_help_lists_every_documented_exit_code(call, monkeypatch):
     assert {int(code) for code in re.findall(r"\b(\d+)\b", doc)} == DOCUMENTED
     used = {PortolanError, UsageError, ResumeRefused, StorageError, TrainingDiverged}
     codes = {kind.exit_code for kind in used} | set(EXIT_CODES.values()) | {cli.INTERRUPTED}
+    codes |= set(verdicts.EXIT_CODES.values()) | set(status.EXIT_CODES.values())
     assert codes == DOCUMENTED
 
 

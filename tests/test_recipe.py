@@ -1,5 +1,6 @@
 """Recipes: what they say, and how they refuse what they cannot mean."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from portolan.errors import UsageError
+from portolan.pipeline.ablation_arms import ARMS
 from portolan.recipe import _key_lines, find_recipe, load_recipe
 
 NAMES = ("pocket", "laptop", "single-gpu", "rack", "marin-535b")
@@ -158,3 +160,80 @@ def test_a_fractional_dimension_is_refused(tmp_path: Path) -> None:
     path, _ = edited(tmp_path, "width = 96", new)
     with pytest.raises(UsageError, match=r"num_experts = 8\.5 must be a whole number"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("model.attention.exclusive=false", "exclusive_attention", False),
+        ("model.attention.head_gate=false", "head_gate", False),
+        ("model.attention.rope_fraction=1.0", "rope_fraction", 1.0),
+        ("model.attention.nope_global=false", "nope_global", False),
+        ("model.attention.full_kv_heads=true", "num_kv_heads_global", 6),
+        ("model.conv.sites=[]", "conv_sites", ()),
+        ('model.conv.sites=["mlp", "v"]', "conv_sites", ("v", "mlp")),
+        ("model.conv.layers=global", "conv_layers", "global"),
+        ("model.overrides.conv_taps=2", "conv_taps", 2),
+        ("model.norm.gated=false", "gated_norm", False),
+        ("model.moe.balance=qb_topk", "balance", "qb_topk"),
+        ("model.moe.balance=softmax_aux", "combine", "softmax"),
+        ("model.moe.combine=sigmoid", "combine", "sigmoid"),
+        ("model.moe.latent=false", "latent_width", 96),
+        ("model.moe.latent_norm=false", "latent_norm", False),
+        ("model.mlp=dense", "dense_width", 288),
+    ],
+)
+def test_a_switch_reaches_the_shape_of_every_width(override: str, field: str, value) -> None:
+    path = find_recipe("pocket")
+    recipe, plain = load_recipe(path, (override,)), load_recipe(path)
+    assert getattr(recipe.shape(96), field) == value != getattr(plain.shape(96), field)
+    assert getattr(recipe.shape(48), field) != getattr(plain.shape(48), field)
+    assert recipe.digest() != plain.digest()
+
+
+def test_the_reference_model_sets_no_switch() -> None:
+    recipe = load_recipe(find_recipe("pocket"))
+    assert recipe.model.switches() == {}
+    assert recipe.canonical()["model"]["moe"]["balance"] == "qb_hist"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "remedy"),
+    [
+        (("model.moe.latent=false", "model.moe.latent_norm=true"), "moe.latent_norm", "leave it"),
+        (("model.mlp=dense", "model.moe.balance=none"), "moe.balance", "leave it out"),
+        (("model.moe.match_routed_flops=true",), "moe.match_routed_flops", "latent = false too"),
+        (("model.moe.aux_weight=0.1",), "moe.aux_weight", "set model.moe.balance too"),
+        (
+            ("model.moe.balance=softmax_aux", "model.moe.combine=sigmoid"),
+            "moe.combine",
+            "leave it out",
+        ),
+        (("model.conv.sites=[]", "model.conv.layers=global"), "conv.layers", "name a site"),
+        (("model.overrides.rope_fraction=1.0",), "rope_fraction", "set model.attention.rope_f"),
+        (
+            ("model.norm.gated=false", "optimizer.gated_norm=adam"),
+            "optimizer.gated_norm",
+            "leave it out",
+        ),
+        (("model.attention.rope_fraction=0.3",), "rope_fraction", "multiple of 0.125"),
+        (('model.conv.sites=["k", "k"]',), "conv.sites", "listed twice"),
+        (("model.moe.balance=best",), "moe.balance", "qb_hist"),
+        (("optimizer.matrix=sgd",), "optimizer.matrix", "adamw"),
+    ],
+)
+def test_a_contradiction_names_key_place_and_remedy(overrides, key: str, remedy: str) -> None:
+    with pytest.raises(UsageError) as error:
+        load_recipe(find_recipe("pocket"), overrides)
+    text = str(error.value)
+    assert f"--set {overrides[-1]}" in text
+    assert key in text
+    assert remedy in text
+
+
+def test_every_arm_of_the_ablation_suite_is_a_recipe() -> None:
+    path, plain = find_recipe("pocket"), load_recipe(find_recipe("pocket"))
+    for arm in ARMS:
+        overrides = tuple(f"{key}={json.dumps(value)}" for key, value in arm.settings.items())
+        changed = load_recipe(path, overrides).digest() != plain.digest()
+        assert changed == bool(arm.settings), arm.name

@@ -1,12 +1,14 @@
 """Shapes of every family against published tables, and every refusal."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portolan.shapes import ShapeError, derive_shape, qk_multiplier
+from portolan.canonical import stringify_floats
+from portolan.shapes import ShapeError, config_from_json, derive_shape, qk_multiplier
 
 # width: layers, heads, local and global KV heads, number of global layers (marin #8435).
 LADDER = {
@@ -115,6 +117,44 @@ def test_impossible_shapes_are_refused(change, words):
     config = derive_shape("ladder", 768)
     with pytest.raises(ShapeError, match=words):
         dataclasses.replace(config, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_fraction": 0.3}, "rope_fraction = 0.3 rotates 38.4 of the 128"),
+        ({"rope_fraction": 1.5}, "rope_fraction = 1.5"),
+        ({"rope_fraction": 0.0}, "rope_fraction = 0.0"),
+        ({"conv_sites": ("attn", "k")}, "conv_sites"),
+        ({"conv_sites": ("k", "q")}, "conv_sites"),
+        ({"latent": False}, "latent = False feeds the experts at full width"),
+        ({"balance": "softmax_aux"}, "combine = 'sigmoid_renormalised'"),
+        ({"mlp": "dense"}, "num_experts is set"),
+        ({"dense_width": 64}, "dense_width = 64 needs mlp = 'dense'"),
+        ({"aux_weight": -1.0}, "aux_weight = -1.0 is negative"),
+    ],
+)
+def test_impossible_forms_are_refused(change, words):
+    config = derive_shape("ladder", 768)
+    with pytest.raises(ShapeError, match=words):
+        dataclasses.replace(config, **change)
+
+
+def test_a_dense_shape_has_no_routed_dimension():
+    config = derive_shape("micro", 64, mlp="dense", num_experts=16)
+    assert (config.dense_width, config.balance, config.latent) == (192, "none", False)
+    assert (config.num_experts, config.latent_width, config.qb_bins) == (0, 0, 0)
+    with pytest.raises(ShapeError, match="dense_width"):
+        dataclasses.replace(config, dense_width=0)
+
+
+@pytest.mark.parametrize("form", [{}, {"mlp": "dense"}, {"conv_sites": ("v", "mlp")}])
+def test_a_shape_survives_the_json_of_a_record(form):
+    config = derive_shape("micro", 64, **form)
+    text = json.dumps(stringify_floats(dataclasses.asdict(config)))
+    assert config_from_json(json.loads(text)) == config
+    with pytest.raises(TypeError, match="depth"):
+        config_from_json({"depth": 3})
 
 
 def test_expert_parallel_degree_must_divide_the_experts():

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Literal
 
 from portolan.errors import UsageError
-from portolan.shapes import ModelConfig
+from portolan.shapes import ModelConfig, Remat
 
 FLOAT32_BYTES = 4
 TRAINING_OVER_FORWARD = 3
@@ -55,7 +55,8 @@ class ParameterCounts:
     """Parameters by component, summed over layers.
 
     `attention` includes the head gates; `router` includes the balance biases, which are state,
-    not trained, and belong to the exact total; `norms` includes the gated norms.
+    not trained, and belong to the exact total; `norms` includes the gated norms. What a shape
+    leaves out counts 0.
     """
 
     attention: int
@@ -65,6 +66,7 @@ class ParameterCounts:
     latent: int
     routed_experts: int
     shared_experts: int
+    dense: int
     embedding: int
     head: int
 
@@ -81,11 +83,12 @@ class OptimizerCounts:
     muonh: int
     adamh: int
     adam: int
+    adamw: int = 0
 
     @property
     def trained(self) -> int:
         """All trained parameters."""
-        return self.muonh + self.adamh + self.adam
+        return self.muonh + self.adamh + self.adam + self.adamw
 
 
 @dataclass(frozen=True)
@@ -124,25 +127,56 @@ def _attention_matrices(config: ModelConfig) -> int:
     return per_head * (config.num_heads + config.num_kv_heads)
 
 
-def _shared_matrices(config: ModelConfig) -> int:
-    return config.num_shared_experts * 3 * config.width * config.shared_width
+def _latent_matrices(config: ModelConfig) -> int:
+    """The projections into and out of the latent width of one layer."""
+    return 2 * config.width * config.latent_width if config.latent else 0
+
+
+def _expert_matrices(config: ModelConfig, num_experts: int) -> int:
+    return 3 * num_experts * config.latent_width * config.expert_width
+
+
+def _full_width_mlps(config: ModelConfig) -> int:
+    """Shared experts or the dense SwiGLU of one layer."""
+    inner = config.num_shared_experts * config.shared_width + config.dense_width
+    return 3 * config.width * inner
+
+
+def _head_gates(config: ModelConfig) -> int:
+    return config.num_layers * config.width * config.num_heads if config.head_gate else 0
+
+
+def _gated_norms(config: ModelConfig) -> int:
+    """Gate matrices of the norms in front of both branches, after the embedding and at the end."""
+    num_norms = 2 * config.num_layers + 2
+    return num_norms * 2 * config.width * config.gated_norm_rank if config.gated_norm else 0
+
+
+def _gains(config: ModelConfig) -> int:
+    latent = config.num_layers * config.latent_width if config.latent_norm else 0
+    return (2 * config.num_layers + 2) * config.width + latent
+
+
+def _convolutions(config: ModelConfig) -> int:
+    kv_width = config.num_kv_heads * config.head_dim
+    channels = {"k": kv_width, "v": kv_width, "attn": config.width, "mlp": config.width}
+    sites = sum(channels[site] for site in config.conv_sites)
+    return config.num_conv_layers * config.conv_taps * sites
 
 
 def count_parameters(config: ModelConfig) -> ParameterCounts:
     """Exact parameter counts by component."""
-    layers, width, rank = config.num_layers, config.width, config.gated_norm_rank
-    kv_width = config.num_kv_heads * config.head_dim
-    gated_norm = 2 * width * rank
-    latent = config.latent_width
-    experts = 3 * config.num_experts * latent * config.expert_width
+    layers, width = config.num_layers, config.width
+    latent_gains = layers * config.latent_width if config.latent_norm else 0
     return ParameterCounts(
-        attention=layers * (_attention_matrices(config) + width * config.num_heads),
-        convolutions=layers * config.conv_taps * (kv_width + 2 * width),
-        norms=(2 * layers + 2) * (width + gated_norm),
-        router=layers * (width * config.num_experts + config.num_experts),
-        latent=layers * (2 * width * latent + latent),
-        routed_experts=layers * experts,
-        shared_experts=layers * _shared_matrices(config),
+        attention=layers * _attention_matrices(config) + _head_gates(config),
+        convolutions=_convolutions(config),
+        norms=_gains(config) - latent_gains + _gated_norms(config),
+        router=layers * (width * config.num_experts + config.num_balance_biases),
+        latent=layers * _latent_matrices(config) + latent_gains,
+        routed_experts=layers * _expert_matrices(config, config.num_experts),
+        shared_experts=0 if config.dense_width else layers * _full_width_mlps(config),
+        dense=layers * _full_width_mlps(config) if config.dense_width else 0,
         embedding=config.vocab_size * width,
         head=config.vocab_size * width,
     )
@@ -153,17 +187,21 @@ def total_parameters(config: ModelConfig) -> int:
     return count_parameters(config).total
 
 
+def _layer_matrices(config: ModelConfig, num_experts: int) -> int:
+    """Matrices of one layer with `num_experts` of the routed ones, without gates."""
+    return (
+        _attention_matrices(config)
+        + config.width * config.num_experts
+        + _expert_matrices(config, num_experts)
+        + _latent_matrices(config)
+        + _full_width_mlps(config)
+    )
+
+
 def matrices_only_parameters(config: ModelConfig) -> int:
     """Total without norms, gates, convolutions and biases: the basis of "535.3B"."""
-    latent, width = config.latent_width, config.width
-    per_layer = (
-        _attention_matrices(config)
-        + width * config.num_experts
-        + 3 * config.num_experts * latent * config.expert_width
-        + 2 * width * latent
-        + _shared_matrices(config)
-    )
-    return config.num_layers * per_layer + 2 * config.vocab_size * width
+    per_layer = _layer_matrices(config, config.num_experts)
+    return config.num_layers * per_layer + 2 * config.vocab_size * config.width
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -171,15 +209,7 @@ def active_parameters(config: ModelConfig) -> int:
 
     Counts stored KV heads; leaves out embedding, head, norms, gates and convolutions.
     """
-    latent, width = config.latent_width, config.width
-    per_layer = (
-        _attention_matrices(config)
-        + width * config.num_experts
-        + config.experts_per_token * 3 * latent * config.expert_width
-        + 2 * width * latent
-        + _shared_matrices(config)
-    )
-    return config.num_layers * per_layer
+    return config.num_layers * _layer_matrices(config, config.experts_per_token)
 
 
 def active_used_parameters(config: ModelConfig) -> int:
@@ -194,30 +224,36 @@ def active_with_head_parameters(config: ModelConfig) -> int:
     return active_parameters(config) + config.vocab_size * config.width
 
 
-def count_optimizer_groups(config: ModelConfig) -> OptimizerCounts:
-    """Sizes of the optimizer groups: Newton-Schulz, constrained Adam (head), plain Adam."""
+def count_optimizer_groups(
+    config: ModelConfig, matrix: str = "muonh", gated_norm: str = "muonh"
+) -> OptimizerCounts:
+    """Sizes of the optimizer groups: Newton-Schulz, constrained Adam, plain Adam, AdamW.
+
+    Args:
+        config: the shape.
+        matrix: group of the hidden matrices, as the recipe's `optimizer.matrix`; `adamw` takes
+            the head, which is otherwise in `adamh`.
+        gated_norm: group of the gates of the norms; `muonh` leaves them with the matrices.
+    """
     counts = count_parameters(config)
-    layers, width = config.num_layers, config.width
-    head_gates = layers * width * config.num_heads
-    gains = layers * (2 * width + config.latent_width) + 2 * width
-    gated_norms = (2 * layers + 2) * 2 * width * config.gated_norm_rank
-    biases = layers * config.num_experts
-    muonh = (
-        layers * _attention_matrices(config)
-        + gated_norms
-        + layers * 2 * width * config.latent_width
-        + counts.routed_experts
-        + counts.shared_experts
-    )
-    adam = counts.embedding + counts.router - biases + head_gates + gains + counts.convolutions
-    return OptimizerCounts(muonh=muonh, adamh=counts.head, adam=adam)
+    router = config.num_layers * config.width * config.num_experts
+    others = counts.embedding + router + _head_gates(config) + _gains(config) + counts.convolutions
+    gates = _gated_norms(config)
+    sizes = dict.fromkeys(("muonh", "adamh", "adam", "adamw"), 0) | {"adam": others}
+    sizes["adamw" if matrix == "adamw" else "adamh"] += counts.head
+    sizes[matrix if gated_norm == "muonh" else gated_norm] += gates
+    trained = counts.total - config.num_layers * config.num_balance_biases
+    sizes[matrix] += trained - others - gates - counts.head
+    return OptimizerCounts(**sizes)
 
 
-def state_bytes(config: ModelConfig) -> StateBytes:
-    """Float32 training state: one momentum per muonh leaf, two moments per Adam leaf."""
-    groups = count_optimizer_groups(config)
+def state_bytes(
+    config: ModelConfig, matrix: str = "muonh", gated_norm: str = "muonh"
+) -> StateBytes:
+    """Float32 training state: one momentum per muonh leaf, two moments per other leaf."""
+    groups = count_optimizer_groups(config, matrix, gated_norm)
     trained = FLOAT32_BYTES * groups.trained
-    optimizer = FLOAT32_BYTES * (groups.muonh + 2 * (groups.adamh + groups.adam))
+    optimizer = FLOAT32_BYTES * (2 * groups.trained - groups.muonh)
     return StateBytes(parameters=trained, gradients=trained, optimizer=optimizer)
 
 
@@ -249,24 +285,21 @@ def _attention_flops(config: ModelConfig, *, causal: bool) -> Fraction:
     )
 
 
-def _dense_flops(config: ModelConfig, *, priced_width: int) -> int:
-    """Routed and shared experts, router and output projection, all layers."""
+def _feed_forward_flops(config: ModelConfig, *, priced_width: int) -> int:
+    """Routed and shared experts or dense SwiGLU, router and attention output, all layers."""
     width = config.width
     routed = 6 * priced_width * config.expert_width * config.experts_per_token
-    shared = 2 * _shared_matrices(config)
+    full_width = 2 * _full_width_mlps(config)
     router = 2 * width * config.num_experts
     output = 2 * width * config.num_heads * config.head_dim
-    return config.num_layers * (routed + shared + router + output)
+    return config.num_layers * (routed + full_width + router + output)
 
 
 def _gate_flops(config: ModelConfig) -> int:
     """Gated norms, head gates, convolutions and exclusive attention."""
-    layers, width = config.num_layers, config.width
-    kv_width = config.num_kv_heads * config.head_dim
-    gated_norms = 4 * width * config.gated_norm_rank * (2 * layers + 2)
-    convolutions = 2 * config.conv_taps * (kv_width + 2 * width)
-    exclusive = 6 * config.num_heads * config.head_dim
-    return gated_norms + layers * (2 * width * config.num_heads + convolutions + exclusive)
+    exclusive = 6 * config.num_heads * config.head_dim if config.exclusive_attention else 0
+    multiplied = _gated_norms(config) + _head_gates(config) + _convolutions(config)
+    return 2 * multiplied + config.num_layers * exclusive
 
 
 def forward_flops_per_token(
@@ -279,13 +312,13 @@ def forward_flops_per_token(
             remedy=f"use one of {', '.join(CONVENTIONS)}",
         )
     head = 2 * config.width * config.vocab_size
-    latent = config.num_layers * 4 * config.width * config.latent_width
+    latent = config.num_layers * 2 * _latent_matrices(config)
     causal = convention in ("causal", "full")
     flops = _attention_flops(config, causal=causal)
     if convention == "no_latent_correction":
-        flops += _dense_flops(config, priced_width=config.width) + head
+        flops += _feed_forward_flops(config, priced_width=config.width) + head
     else:
-        flops += _dense_flops(config, priced_width=config.latent_width) + latent + head
+        flops += _feed_forward_flops(config, priced_width=config.latent_width) + latent + head
     if convention == "no_head":
         flops -= head
     if convention == "full":
@@ -343,3 +376,98 @@ def utilisation(
     flops = TRAINING_OVER_FORWARD * float(forward_flops_per_token(config, convention))
     value = flops * tokens_per_second / (num_devices * peak)
     return Utilisation(value, convention, device, peak)
+
+
+CPU_LOGITS_ENTRIES = 2 * 1024**2
+ACCELERATOR_LOGITS_ENTRIES = 256 * 1024**2
+LOGITS_COPIES = 4
+"""Of a block: logits, exponentials, and two on the way to their gradient."""
+EXPERT_ROWS_OVER_MEAN = 1.1
+"""Rows of expert input over assignments: what the grouped products leave room for."""
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes of one training step on one device, and the parts that meet at its peak.
+
+    Saved activations and the larger of the logits block and one layer's work meet inside the
+    gradient program; the update needs as much as the optimizer state once more.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    saved_activations: int
+    logits_block: int
+    layer_work: int
+
+    @property
+    def gradient_temporaries(self) -> int:
+        """What the gradient program needs beside its arguments and results."""
+        return self.saved_activations + max(self.logits_block, self.layer_work)
+
+    @property
+    def peak(self) -> int:
+        """Everything alive at the worst moment of a step."""
+        state = self.parameters + self.optimizer + self.gradients
+        return state + max(self.gradient_temporaries, self.optimizer)
+
+
+def _saved_bytes_per_token(config: ModelConfig, remat: Remat, value_bytes: int) -> float:
+    """Bytes that the forward pass of one layer leaves for the backward pass."""
+    heads, head_dim = config.num_heads, config.head_dim
+    values = config.width
+    if remat == "layer":
+        return value_bytes * values
+    values += (heads + 2 * config.num_kv_heads) * head_dim + heads + config.width
+    attended = FLOAT32_BYTES * heads * (head_dim + 1)
+    routing = 4 * FLOAT32_BYTES * config.experts_per_token
+    if remat == "none":
+        values += EXPERT_ROWS_OVER_MEAN * config.experts_per_token * 2 * config.expert_width
+    return value_bytes * values + attended + routing
+
+
+def _layer_work_bytes(config: ModelConfig, batch_sequences: int, value_bytes: int) -> float:
+    """Working memory of the backward pass of one layer: scores or expert rows, and activations."""
+    length = config.sequence_length
+    tokens = batch_sequences * length
+    scores = 3 * FLOAT32_BYTES * batch_sequences * config.num_heads * length * length / 2
+    row = 3 * config.latent_width + 6 * config.expert_width
+    rows = EXPERT_ROWS_OVER_MEAN * tokens * config.experts_per_token
+    activations = FLOAT32_BYTES * tokens * (10 * config.width + 2 * config.num_experts)
+    return max(scores, value_bytes * rows * row) + activations
+
+
+def memory_bytes(
+    config: ModelConfig,
+    batch_sequences: int,
+    *,
+    remat: Remat,
+    on_accelerator: bool,
+    matrix: str = "muonh",
+    gated_norm: str = "muonh",
+) -> MemoryBytes:
+    """Memory of a training step, by arithmetic: an estimate, good to a factor of 1.5 on a CPU.
+
+    Args:
+        config: the shape.
+        batch_sequences: rows of a step.
+        remat: what the backward pass computes again.
+        on_accelerator: bfloat16 activations and large blocks of logits; else float32, small ones.
+        matrix: group of the hidden matrices.
+        gated_norm: group of the gates of the norms.
+    """
+    state = state_bytes(config, matrix, gated_norm)
+    tokens = batch_sequences * config.sequence_length
+    value_bytes = FLOAT32_BYTES // 2 if on_accelerator else FLOAT32_BYTES
+    entries = ACCELERATOR_LOGITS_ENTRIES if on_accelerator else CPU_LOGITS_ENTRIES
+    block_tokens = min(tokens, max(1, entries // config.vocab_size))
+    per_token = _saved_bytes_per_token(config, remat, value_bytes)
+    return MemoryBytes(
+        parameters=state.parameters,
+        optimizer=state.optimizer,
+        gradients=state.gradients,
+        saved_activations=round(config.num_layers * tokens * per_token),
+        logits_block=LOGITS_COPIES * FLOAT32_BYTES * block_tokens * config.vocab_size,
+        layer_work=round(_layer_work_bytes(config, batch_sequences, value_bytes)),
+    )

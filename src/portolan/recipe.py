@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -15,12 +16,12 @@ from typing import Annotated, Any, Literal, get_args
 import pydantic
 from pydantic import Field
 
+from portolan.architecture import KEYS, ModelSettings
 from portolan.canonical import digest, stringify_floats
 from portolan.errors import UsageError
-from portolan.shapes import Family, ModelConfig, ShapeError, derive_shape
-
-PositiveInt = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from portolan.settings import Fraction, PositiveInt, Settings
+from portolan.shapes import ModelConfig, Remat, ShapeError, derive_shape
+from portolan.timetable import ContextSettings, MixtureSettings
 
 INSTALLED_SOURCES = (
     "stdlib-sources",
@@ -46,20 +47,6 @@ LICENSE_CLASSES: tuple[LicenseClass, ...] = get_args(LicenseClass)
 """From the most open to the most closed."""
 
 
-class Settings(pydantic.BaseModel):
-    """Base of every settings table: frozen, no unknown keys, no silent conversion."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class ModelSettings(Settings):
-    """Target model: a width of a family; `overrides` replaces single fields of the shape."""
-
-    family: Family
-    width: PositiveInt
-    overrides: dict[str, int | float] = {}
-
-
 class BudgetSettings(Settings):
     """How long a model of a given size trains.
 
@@ -70,7 +57,7 @@ class BudgetSettings(Settings):
     tokens_per_active_param: Annotated[float, Field(gt=0)]
     batch_policy: Literal["token_power", "per_rack", "fixed"] = "token_power"
     batch_sequences: PositiveInt | None = None
-    racks: dict[str, int] = {}
+    racks: dict[str, int] = Field(default={})
     reference_tokens: PositiveInt | None = None
 
     @pydantic.model_validator(mode="after")
@@ -86,7 +73,7 @@ class LadderSettings(Settings):
     """Widths of the rungs, and how many seeds a width trains (default 1)."""
 
     widths: tuple[PositiveInt, ...]
-    seeds: dict[str, PositiveInt] = {}
+    seeds: dict[str, PositiveInt] = Field(default={})
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> "LadderSettings":
@@ -102,8 +89,14 @@ class OptimizerSettings(Settings):
 
     `hyperball_scope` has no default: one norm per expert matrix (`per_expert`) or one per layer
     over all experts (`joint`, as in the public run by accident of stacking, marin #8621).
+    `matrix` is the rule of hidden matrices: `muonh`, `adamh` (Adam's direction, norm kept) or
+    `adamw` (Adam's rate, decoupled decay 0.1, gradients clipped to norm 1), which takes the head
+    with it. `gated_norm = "muonh"` leaves the gates of the norms with them; `adam` and `adamh`
+    move only those. `clip` bounds the global gradient norm.
     """
 
+    matrix: Literal["muonh", "adamh", "adamw"] = "muonh"
+    gated_norm: Literal["muonh", "adam", "adamh"] = "muonh"
     hyperball_scope: Literal["per_expert", "joint"]
     hyperball_radius: Literal["current", "initial"] = "current"
     momentum: Fraction = 0.95
@@ -116,14 +109,19 @@ class OptimizerSettings(Settings):
     min_ratio: Fraction = 0.05
     gate_router_decay: Annotated[float, Field(ge=0)] = 0.02
     decay_start: Annotated[int, Field(ge=0)] = 0
+    clip: Annotated[float, Field(gt=0)] | None = None
 
 
 class TrainSettings(Settings):
-    """How a run is executed and saved."""
+    """How a run is executed and saved.
+
+    `remat` is what the backward pass computes again to save memory: with `none` only what costs
+    little, with `experts` the products of the routed experts too, with `layer` whole layers.
+    """
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     z_weight: Annotated[float, Field(ge=0)] = 1e-4
-    remat: bool = False
+    remat: Remat = "none"
     norm_interval_steps: PositiveInt = 10
     temporary_checkpoint_seconds: Annotated[float, Field(gt=0)] = 900.0
     permanent_checkpoint_steps: PositiveInt | None = None
@@ -137,9 +135,24 @@ class EvaluationSettings(Settings):
 
 
 class ForecastSettings(Settings):
-    """Asymptote rule: `relative` centres it at 0.60 of the best rung, `public` at 1.5 nats."""
+    """Method (`F1` takes each mark by itself) and asymptote: `relative` to the best rung, or
+    `public`, around 1.5 nats."""
 
+    method: Literal["F1", "F2"] = "F2"
     asymptote: Literal["relative", "public"] = "relative"
+
+
+class HealthSettings(Settings):
+    """How `portolan watch` judges this run; an absolute limit that is not set here is off.
+
+    `time_scale` multiplies every limit that is a time, such as 15 minutes without a step.
+    """
+
+    time_scale: Annotated[float, Field(gt=0)] = 1.0
+    gradient_norm_max: Annotated[float, Field(gt=0)] | None = None
+    router_bias_max: Annotated[float, Field(gt=0)] | None = None
+    tokens_per_second_min: Annotated[float, Field(gt=0)] | None = None
+    mfu_min: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class TokenizerSettings(Settings):
@@ -215,13 +228,6 @@ class DataSettings(Settings):
         return self
 
 
-class MixtureSettings(Settings):
-    """Weights of the domains: proportional to tokens, or `weights` by source key; and the cap."""
-
-    weights: dict[str, Annotated[float, Field(ge=0)]] = {}
-    max_epochs: Annotated[float, Field(gt=0)] = 8.0
-
-
 class Recipe(Settings):
     """Everything that a run is."""
 
@@ -230,6 +236,7 @@ class Recipe(Settings):
     data: DataSettings
     tokenizer: TokenizerSettings = TokenizerSettings()
     mixture: MixtureSettings = MixtureSettings()
+    context: ContextSettings = ContextSettings()
     model: ModelSettings
     budget: BudgetSettings
     ladder: LadderSettings
@@ -237,22 +244,35 @@ class Recipe(Settings):
     train: TrainSettings = TrainSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     forecast: ForecastSettings = ForecastSettings()
+    health: HealthSettings = HealthSettings()
 
-    def shape_overrides(self, width: int) -> dict[str, int | float]:
-        """Shape fields set by hand for a width: all for the target, the shared ones for a rung.
+    def shape_overrides(self, width: int) -> dict[str, Any]:
+        """What `derive_shape` is told about a width: its dimensions set by hand, and the switches.
 
-        A rung must see the target's rows and routing, so it shares their fields; the others
-        follow its own width.
+        A rung must see the target's rows and routing, so it shares their dimensions; the others
+        follow its own width. Every width has the target's switches.
         """
-        overrides = self.model.overrides
-        if width == self.model.width:
-            return dict(overrides)
-        return {name: value for name, value in overrides.items() if name in SHARED_OVERRIDES}
+        target = width == self.model.width
+        dimensions = {
+            name: value
+            for name, value in self.model.overrides.items()
+            if target or name in SHARED_OVERRIDES
+        }
+        return dimensions | self.model.switches()
 
     def shape(self, width: int) -> ModelConfig:
         """Shape of the target or of a rung; the vocabulary is the tokenizer's."""
-        fields = {"vocab_size": self.tokenizer.vocab_size} | self.shape_overrides(width)
+        fields = self.shape_overrides(width)
+        fields.setdefault("vocab_size", self.tokenizer.vocab_size)
         return derive_shape(self.model.family, width, **fields)
+
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """(key, what is wrong with it, remedy) of every key that can have no effect."""
+        for key, problem, remedy in self.model.contradictions():
+            yield f"model.{key}", problem, remedy
+        if self.optimizer.gated_norm != "muonh" and not self.model.norm.gated:
+            problem = "model.norm.gated = false leaves no such matrix"
+            yield "optimizer.gated_norm", problem, "leave it out"
 
     def canonical(self) -> dict[str, Any]:
         """JSON object of all settings, floats as decimal strings."""
@@ -331,6 +351,9 @@ def _validate(values: dict, path: Path, places: dict[str, str]) -> Recipe:
         recipe = Recipe.model_validate_json(json.dumps(values, default=str))
     except pydantic.ValidationError as error:
         raise UsageError(*_explain(error, path, places)) from None
+    for key, problem, remedy in recipe.contradictions():
+        place = _place(tuple(key.split(".")), path, places)
+        raise UsageError(f"{place}: {key}: {problem}", remedy=remedy)
     try:
         recipe.shape(recipe.model.width)
         for width in recipe.ladder.widths:
@@ -344,9 +367,13 @@ def _validate(values: dict, path: Path, places: dict[str, str]) -> Recipe:
 
 
 def _place_of_shape(error: ShapeError, recipe: Recipe, path: Path, places: dict[str, str]) -> str:
+    text = f"{error.message} {error.remedy}"
     for name in recipe.model.overrides:
-        if name in f"{error.message} {error.remedy}":
+        if name in text:
             return _place(("model", "overrides", name), path, places)
+    for name in recipe.model.switches():
+        if re.search(rf"\b{name}\b", text):
+            return _place(("model", *KEYS[name].split(".")), path, places)
     try:
         recipe.shape(recipe.model.width)
     except ShapeError:

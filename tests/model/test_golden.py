@@ -83,7 +83,7 @@ def test_hidden_states_and_selection(dtype):
     with jax.enable_x64(dtype is DOUBLE):
         params = golden.params(dtype)
         tokens, segments, _ = map(jnp.asarray, golden.inputs())
-        tables = attention.rotary_tables(12, config.head_dim, jnp.dtype(dtype))
+        tables = attention.rotary_tables(12, config, jnp.dtype(dtype))
         neighbours = conv.find_neighbours(segments, config.conv_taps, dtype)
         context = attention.Context(segments, neighbours, *tables)
         x = params.embed.table[tokens.reshape(-1)]
@@ -210,7 +210,7 @@ def variant(dtype, remat):
 
 def test_recomputed_blocks_agree_and_repetition_is_exact(random_run):
     (expected, expected_aux), expected_gradient, _ = random_run
-    (loss, aux), gradient = variant(jnp.float32, remat=True)
+    (loss, aux), gradient = variant(jnp.float32, remat="layer")
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(aux.new_beta, expected_aux.new_beta, atol=1e-5)
     for path, leaf in flatten_paths(gradient).items():
@@ -220,7 +220,7 @@ def test_recomputed_blocks_agree_and_repetition_is_exact(random_run):
 
 def test_bfloat16_stays_close(random_run):
     (expected, _), _, _ = random_run
-    (loss, aux), gradient = variant(jnp.bfloat16, remat=False)
+    (loss, aux), gradient = variant(jnp.bfloat16, remat="none")
     assert abs(loss - expected) < 0.05 * expected
     assert aux.new_beta.dtype == jnp.float32
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))

@@ -1,4 +1,4 @@
-"""Worked examples and laws of the parts: norms, rotation, convolution, attention, experts, loss."""
+"""Worked examples and laws of the parts: norms, rotation, convolution, attention, embedding."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,7 @@ import pytest
 from tests.model import reference
 from tests.model.tools import quick_jit, random_params, small_config
 
-from portolan.model import attention, conv, moe, norms, transformer
-from portolan.model.loss import token_losses
-from portolan.model.tree import GatedMlp
+from portolan.model import attention, conv, norms, transformer
 
 CONFIG = small_config()
 SEGMENTS = np.array([[0] * 10 + [1] * 14, [0] * 4 + [1] * 15 + [-1] * 5], np.int32)
@@ -24,7 +22,7 @@ def test_gated_norm_example():
 
 def test_rotation_example():
     x = jnp.arange(1.0, 9).reshape(1, 1, 1, 8)
-    cos, sin = attention.rotary_tables(4, 8, jnp.float32)
+    cos, sin = attention.rotary_tables(4, CONFIG, jnp.float32)
     out = attention.rotate(x, cos[3:], sin[3:])[0, 0, 0]
     expected = [-1.27223, -1.83886, 2.87867, 4.08819, 5, 6, 7, 8]
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -129,7 +127,7 @@ def attend():
     params.k_conv.taps = jnp.zeros_like(params.k_conv.taps).at[0].set(1.0)
     segments = jnp.zeros((1, 24), jnp.int32)
     neighbours = conv.find_neighbours(segments, config.conv_taps, jnp.float32)
-    tables = attention.rotary_tables(24, config.head_dim, jnp.float32)
+    tables = attention.rotary_tables(24, config, jnp.float32)
     context = attention.Context(segments, neighbours, *tables)
     return quick_jit(lambda x, flag: attention.attend(x, params, context, flag, config))
 
@@ -152,32 +150,6 @@ def test_window_and_order(attend):
         assert (difference <= 1e-5 * scale) == is_global
 
 
-@pytest.mark.parametrize("scale", [0.5, 40.0])
-def test_products_against_a_dense_softmax(scale):
-    """Values and gradients; at the larger scale exp needs the maximum of each row."""
-    generator = np.random.default_rng(0)
-    shapes = ((2, 2, 24, 3, 8), (2, 2, 24, 8), (2, 2, 24, 8))
-    q, k, v = (generator.standard_normal(shape) for shape in shapes)
-    q, k = (x * np.sqrt(8) / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    mix = generator.standard_normal(shapes[0])
-    back = np.arange(24)[:, None] - np.arange(24)
-    visible = (back >= 0) & (back < 7) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
-
-    def dense(q, k, v):
-        scores = scale * jnp.einsum("bmsgh,bmuh->bmgsu", q, k)
-        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf))
-        return jnp.sum(mix * jnp.einsum("bmgsu,bmuh->bmsgh", weights, v))
-
-    def blocked(q, k, v):
-        return jnp.sum(mix * attention.dot_product(q, k, v, jnp.asarray(SEGMENTS), 7, scale))
-
-    with jax.enable_x64(True):
-        arguments = [jnp.asarray(x) for x in (q, k, v)]
-        expected = quick_jit(jax.value_and_grad(dense, (0, 1, 2)))(*arguments)
-        measured = quick_jit(jax.value_and_grad(blocked, (0, 1, 2)))(*arguments)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-9), measured, expected)
-
-
 def test_a_lone_token_attends_to_nothing(attend):
     x = np.random.default_rng(1).standard_normal((24, CONFIG.width)).astype(np.float32)
     out = np.asarray(attend(x, False))
@@ -190,75 +162,6 @@ def test_exclusion_is_orthogonal():
     out = attention.exclude_self(jnp.asarray(y), jnp.asarray(v))
     overlap = np.abs(np.sum(np.asarray(out) * v, axis=-1))
     assert np.all(overlap <= 1e-5 * np.linalg.norm(y, axis=-1) * np.linalg.norm(v, axis=-1))
-
-
-@pytest.mark.parametrize("skew", [False, True])
-def test_experts_against_loops(skew):
-    """Values and gradients of the grouped experts, balanced or all tokens on two experts."""
-    generator = np.random.default_rng(4)
-    tokens, latent, inner, count, selected = 70, 6, 5, 5, 2
-    x = generator.standard_normal((tokens, latent))
-    chosen = np.argsort(generator.random((tokens, count)), axis=1)[:, :selected]
-    if skew:
-        chosen = np.tile([3, 1], (tokens, 1))
-    valid = np.arange(tokens) < 60
-    weights = generator.random((tokens, selected))
-    mix = generator.standard_normal((tokens, latent))
-    mlp = [
-        generator.standard_normal(shape)
-        for shape in ((count, latent, inner), (count, latent, inner), (count, inner, latent))
-    ]
-
-    def dense(x, weights, mlp):
-        gate, up, down = (jnp.einsum("ta,eab->teb", x, leaf) for leaf in (mlp[0], mlp[1], mlp[1]))
-        down = jnp.einsum("tef,efr->ter", jax.nn.silu(gate) * up, mlp[2])
-        one_hot = chosen[..., None] == jnp.arange(count)
-        share = jnp.sum(one_hot * weights[..., None], axis=1) * valid[:, None]
-        return jnp.sum(jnp.einsum("te,ter->tr", share, down) * mix)
-
-    def grouped(x, weights, mlp):
-        dispatch = moe.plan_dispatch(jnp.asarray(chosen, jnp.int32), jnp.asarray(valid), count)
-        return jnp.sum(moe.apply_experts(x, weights, GatedMlp(*mlp), dispatch) * mix)
-
-    with jax.enable_x64(True):
-        arguments = jax.tree.map(jnp.asarray, (x, weights, mlp))
-        expected = jax.value_and_grad(dense, (0, 1, 2))(*arguments)
-        measured = jax.jit(jax.value_and_grad(grouped, (0, 1, 2)))(*arguments)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10), measured, expected
-        )
-
-
-def test_loss_example():
-    nll, lse = token_losses(jnp.eye(1), jnp.array([[1.0, 2.0, 3.0]]), jnp.array([2]))
-    np.testing.assert_allclose(lse, 3.407606, atol=1e-5)
-    np.testing.assert_allclose(nll, 0.407606, atol=1e-5)
-    np.testing.assert_allclose(nll + 1e-4 * lse**2, 0.408767, atol=1e-5)
-
-
-@pytest.mark.parametrize("block", [7, 64, 1000])
-def test_blocked_loss_equals_the_dense_one(block):
-    generator = np.random.default_rng(block)
-    x = jnp.asarray(generator.standard_normal((20, 8)), jnp.float32)
-    head = jnp.asarray(generator.standard_normal((8, 101)), jnp.float32)
-    labels = jnp.asarray(generator.integers(0, 101, 20), jnp.int32)
-    weights = jnp.asarray(generator.random(20) * (np.arange(20) % 3 > 0), jnp.float32)
-
-    def blocked(x, head):
-        nll, lse = token_losses(x, head, labels, block)
-        return jnp.sum(weights * (nll + 1e-2 * lse**2))
-
-    def dense(x, head):
-        logits = x @ head
-        lse = jax.nn.logsumexp(logits, axis=1)
-        return jnp.sum(weights * (lse - logits[jnp.arange(20), labels] + 1e-2 * lse**2))
-
-    value, (dx, dhead) = jax.value_and_grad(blocked, (0, 1))(x, head)
-    expected, (expected_dx, expected_dhead) = jax.value_and_grad(dense, (0, 1))(x, head)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    np.testing.assert_allclose(dx, expected_dx, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dhead, expected_dhead, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(np.asarray(dx)[np.asarray(weights) == 0], 0)
 
 
 @pytest.mark.parametrize("vocab_size", [50, transformer.MAX_ONE_HOT_VOCABULARY + 1])

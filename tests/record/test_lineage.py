@@ -12,6 +12,8 @@ from portolan.record.lineage import (
     tracker_step_of,
     valid_intervals,
 )
+from portolan.record.lineage_view import RunSpan, read_lineages, view_lineage
+from portolan.record.schema import SchemaError
 from portolan.record.status import Signals, derive_status
 
 
@@ -33,6 +35,45 @@ def test_public_lineage():
     lengths = [i.num_rows for i in valid_intervals(list(zip(forks, ends, strict=True)))]
     assert lengths == [58_014, 23_702, 26_284, 778, 12_860, 24_501, 68_775]
     assert sum(lengths) == 214_914
+
+
+def test_trials_and_rolled_back_runs_never_enter_the_lineage():
+    """The public lineage again, with its two trials: one rolled back, one kept beside."""
+    forks = [0, 58_014, 81_716, 108_000, 108_778, 121_638, 146_139]
+    ends = [*(fork + 200 for fork in forks[1:]), 214_914]
+    runs = [
+        RunSpan(f"step{fork}", "production", fork, end)
+        for fork, end in zip(forks, ends, strict=True)
+    ]
+    trials = [
+        RunSpan("first", "rolled_back", 54_000, 54_072),
+        RunSpan("second", "trial", 81_716, 81_800),
+    ]
+    view = view_lineage("hero", [*trials, *runs[::-1]])
+    assert [i.num_rows for i in view.intervals] == [
+        58_014, 23_702, 26_284, 778, 12_860, 24_501, 68_775,
+    ]  # fmt: skip
+    assert view.num_rows == 214_914 and view.excluded == tuple(trials)
+    with pytest.raises(LineageError, match="log_gap"):
+        view_lineage("hero", [*runs, RunSpan("late", "production", 300_000, 300_001)])
+
+
+def test_lineage_of_a_journal_with_replays_and_a_kill(journal, bodies):
+    """Golden A as attempts; the third was killed, so its successor shows how far it came."""
+    journal.append("run", bodies["run"])
+    spans = [(0, 105), (100, 250), (200, None), (150, 400)]
+    for ordinal, (start, end) in enumerate(spans, 1):
+        steps = {"from_completed": start} | ({} if end is None else {"to_completed": end})
+        restored = "fresh" if start == 0 else f"step-{start}"
+        body = {**bodies["attempt"], "ordinal": ordinal, "restored_from": restored, **steps}
+        journal.append("attempt", body)
+    (view,) = read_lineages(journal.records())
+    (run,) = view.runs
+    assert run.attempts == ((0, 105), (100, 250), (200, 200), (150, 400))
+    assert (view.num_rows, run.completed, view.num_redone) == (400, 400, 105)
+    backwards = {**bodies["attempt"], "ordinal": 5, "from_completed": 9, "to_completed": 8}
+    with pytest.raises(SchemaError, match="lies before"):
+        journal.append("attempt", backwards)
 
 
 @given(st.data())

@@ -2,15 +2,13 @@ import copy
 
 import pytest
 
+from portolan.record.bases import BASES, parse_basis, same_basis
 from portolan.record.journal import Journal
 from portolan.record.quantities import (
-    BASES,
     BasisMismatch,
     Quantity,
     difference,
-    parse_basis,
     plan_quantity,
-    same_basis,
     significant_digits,
 )
 from portolan.record.redact import scrub_arguments, scrub_environment, select_environment

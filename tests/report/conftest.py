@@ -2,15 +2,21 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from portolan.report import build_site
 from portolan.track.tracker import Tracker
 
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
+    "--disable-component-update", "--disable-sync", "--disable-extensions",
+]  # fmt: skip
 HOSTILE = "</script><script>window.hacked=1</script>"
 HOSTILE_ATTRIBUTE = '"><img src=x onerror="window.hacked=2">'
 
@@ -66,8 +72,30 @@ def hostile_project(sample: ModuleType, tmp_path_factory: pytest.TempPathFactory
     facts = json.loads((root / "runs" / sample.RUNGS[0].id / "run.json").read_text())
     facts |= {"id": HOSTILE_ATTRIBUTE, "width": None, "model": {}}
     (root / "runs" / sample.RUNGS[0].id / "run.json").write_text(json.dumps(facts))
+    status = {
+        "verdict": HOSTILE,
+        "state": HOSTILE_ATTRIBUTE,
+        "reasons": [{"severity": HOSTILE, "text": HOSTILE, "advice": HOSTILE_ATTRIBUTE}],
+        "checklist": [
+            {"title": HOSTILE, "verdict": HOSTILE_ATTRIBUTE, "windows": {HOSTILE: "not measured"}}
+        ],
+        "shapes": [{"signal": HOSTILE_ATTRIBUTE, "nearest_rung": HOSTILE, "fraction": HOSTILE}],
+    }
+    (folder / "status.json").write_text(json.dumps(status))
     journal = sample.Journal.open(root / "record", schema=False)
     for text in (HOSTILE, HOSTILE_ATTRIBUTE):
         journal.append("event", {"kind": text, "text": text}, time=sample.moment(40))
     build_site(root)
     return root
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    executable = next((path for path in found if path), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
+        yield browser
+        browser.close()

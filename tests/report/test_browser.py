@@ -1,7 +1,5 @@
 """The page in headless Chromium: drawn, silent, offline, inert to hostile text, usable by keys."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,6 @@ from portolan.report.palette import DARK, LIGHT
 
 pytestmark = pytest.mark.browser
 
-ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
-    "--disable-component-update", "--disable-sync", "--disable-extensions",
-]  # fmt: skip
 DRAWN = "document.documentElement.dataset.charts === 'drawn' || !document.getElementById('charts')"
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 STAGES = ("empty", "corpus", "ladder", "registered", "running", "finished")
@@ -33,18 +27,6 @@ CHART_REPORT = """
   return {id: box.id, marks, width: frame.width, height: frame.height, clipped};
 })
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
-    executable = next((path for path in found if path), None)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 class Visit:

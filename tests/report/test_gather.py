@@ -6,6 +6,7 @@ import math
 import pytest
 
 from portolan.accounting import active_parameters, total_parameters
+from portolan.report import build_site
 from portolan.report.facts import Bucket
 from portolan.report.gather import read_project
 from portolan.report.series import MAX_POINTS, leaf_group, read_series
@@ -133,3 +134,37 @@ def test_a_plan_without_shape_still_counts(project_at, sample, tmp_path):
     (folder / "run.json").write_text(json.dumps({"id": "other", "role": "target", "plan": plan}))
     target = read_project(root).target
     assert (target.flops, target.total_parameters, target.completed) == (1.5e10, 7, 0)
+
+
+def test_the_status_beside_the_target_is_shown(sample, tmp_path):
+    """What `portolan watch` left: verdict, failed items and the band of each evaluation."""
+    root = sample.build_sample(tmp_path / "watched", "running")
+    status = {
+        "verdict": "watch",
+        "state": "training",
+        "completed": 300,
+        "steps": 600,
+        "reasons": [{"severity": "notify", "text": "amber at 50 %", "advice": "look"}],
+        "checklist": [
+            {"item": 9, "title": "throughput constant", "verdict": "fail", "reason": "slow",
+             "windows": {"all": "fail", "W1": "not measured"}},
+            {"item": 11, "title": "configuration", "verdict": "not measured", "reason": "none"},
+        ],
+        "shapes": [{"signal": "gradient norm", "kind": "slope", "fraction": 0.5, "value": -1.5,
+                    "low": -1, "high": 1, "inside": False, "nearest_rung": "d64"}],
+        "evaluations": [{"fraction": 0.5, "status": "amber: outside 90 %"}],
+        "first_three_percent": {"clear": False, "reason": "not measured: items 1"},
+        "gradient_peak": "gradient norm largest at 25%",
+        "rules_not_measured": ["H24"],
+    }  # fmt: skip
+    path = root / "runs" / sample.TARGET.id / "status.json"
+    path.write_text(json.dumps(status))
+    page = build_site(root).read_text()
+    for text in (
+        "Watch: something is outside", "As of update 300 of 600 (training)", "1 failed and 1 could",
+        "amber at 50 %", "9. throughput constant", "growth of gradient norm", "−1.5", "amber</td>",
+        "1 monitoring rule had no signal",
+    ):  # fmt: skip
+        assert text in page, text
+    path.write_text("[]")
+    assert 'id="health"' not in build_site(root).read_text()

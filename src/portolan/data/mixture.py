@@ -349,23 +349,42 @@ def plan_mixture(
     """
     block_sequences = fit_block(steps, batch_sequences, block_sequences)
     starts = [snap_start(steps, batch_sequences, block_sequences, p) for _, p, _ in phases]
-    ends = [*starts[1:], steps]
     mixture = Mixture(
         name=name,
         tokenizer_digest=tokenizer_digest,
         store_digest=store_digest,
         cells=dict(tokens),
-        phases=tuple(
-            Phase(label, start, (end - start) * batch_sequences * sequence_length, dict(counts))
-            for (label, _, counts), start, end in zip(phases, starts, ends, strict=True)
+        phases=budget_phases(
+            [
+                (label, start, counts)
+                for (label, _, counts), start in zip(phases, starts, strict=True)
+            ],
+            steps=steps,
+            tokens_per_step=batch_sequences * sequence_length,
         ),
         sequence_length=sequence_length,
         block_sequences=block_sequences,
         lattice=lattice,
         **fields,
     )
-    _raise_if(structure_problems(mixture), f"mixture {name!r}")
+    require_consistent(mixture)
     return mixture
+
+
+def budget_phases(
+    phases: Sequence[tuple[str, int, Mapping[str, int]]], *, steps: int, tokens_per_step: int
+) -> tuple[Phase, ...]:
+    """Phases from (name, first step, counts); the budget of each is the tokens until the next."""
+    ends = [*(start for _, start, _ in phases[1:]), steps]
+    return tuple(
+        Phase(label, start, (end - start) * tokens_per_step, dict(counts))
+        for (label, start, counts), end in zip(phases, ends, strict=True)
+    )
+
+
+def require_consistent(mixture: Mixture) -> None:
+    """Raise MixtureError for what is wrong with a mixture by itself."""
+    _raise_if(structure_problems(mixture), f"mixture {mixture.name!r}")
 
 
 def simulated_prefixes(

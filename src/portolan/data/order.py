@@ -30,6 +30,15 @@ class Geometry:
     sequence_length: int
 
 
+def count_sequences(geometry: Sequence[Geometry], step: int) -> int:
+    """Number of sequences before `step`: the sum over the batch sizes used until then."""
+    ends = [*(item.start_step for item in geometry[1:]), step]
+    return sum(
+        max(0, min(end, step) - item.start_step) * item.batch_sequences
+        for item, end in zip(geometry, ends, strict=True)
+    )
+
+
 class Location(NamedTuple):
     """A sequence of a cell, and how often the cell has been read through before it."""
 
@@ -128,11 +137,7 @@ class SequenceOrder:
 
     def first_index(self, step: int) -> int:
         """Number of sequences before `step`: the sum over the batch sizes used until then."""
-        total = 0
-        ends = [*(item.start_step for item in self.geometry[1:]), step]
-        for item, end in zip(self.geometry, ends, strict=True):
-            total += max(0, min(end, step) - item.start_step) * item.batch_sequences
-        return total
+        return count_sequences(self.geometry, step)
 
     def batch_sequences(self, step: int) -> int:
         """Sequences of the batch of a step."""

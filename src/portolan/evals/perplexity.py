@@ -1,5 +1,6 @@
 """Held-out loss per domain, without expert capacity, from any state of a run."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,20 @@ from portolan.model import transformer
 from portolan.shapes import ModelConfig
 
 METRIC_PREFIX = "eval_dropless/heldout"
+NUM_KEPT_PROGRAMS = 8
+
+
+@functools.lru_cache(NUM_KEPT_PROGRAMS)
+def _loss_program(config: ModelConfig, compute_dtype: np.dtype) -> Any:
+    """The jitted losses of a shape; evaluators of one shape share its compiled form."""
+
+    def losses(params: Any, beta: jax.Array, tokens: jax.Array, segments: jax.Array):
+        return transformer.token_losses(
+            params, beta, tokens, segments, config, compute_dtype=compute_dtype
+        )
+
+    options = transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
+    return jax.jit(losses, compiler_options=options)
 
 
 class HeldOutEvaluator:
@@ -20,6 +35,7 @@ class HeldOutEvaluator:
             bytes of their targets.
         batch_sequences: rows a call of the model sees; the last batch is padded with rows whose
             weights are 0, so that one compiled program serves all.
+        prefix: of the metric keys; another packing is another metric.
     """
 
     def __init__(
@@ -29,17 +45,23 @@ class HeldOutEvaluator:
         *,
         batch_sequences: int,
         compute_dtype: Any,
+        prefix: str = METRIC_PREFIX,
     ) -> None:
         self.evaluation_set = evaluation_set
         self.batch_sequences = batch_sequences
+        self.compute_dtype = compute_dtype
+        self.prefix = prefix
+        self._losses = _loss_program(config, np.dtype(compute_dtype))
 
-        def losses(params: Any, beta: jax.Array, tokens: jax.Array, segments: jax.Array):
-            return transformer.token_losses(
-                params, beta, tokens, segments, config, compute_dtype=compute_dtype
-            )
-
-        options = transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
-        self._losses = jax.jit(losses, compiler_options=options)
+    def with_model(self, config: ModelConfig) -> "HeldOutEvaluator":
+        """The same metric of a model of another shape: a context stage changes its multiplier."""
+        return HeldOutEvaluator(
+            self.evaluation_set,
+            config,
+            batch_sequences=self.batch_sequences,
+            compute_dtype=self.compute_dtype,
+            prefix=self.prefix,
+        )
 
     def lower(self, params: Any, beta: jax.Array) -> Any:
         """The program of one batch, traced but not compiled."""
@@ -67,7 +89,7 @@ class HeldOutEvaluator:
                 float(nats[1, mine].sum()),
             )
         summary = summarize_losses(domains)
-        return {f"{METRIC_PREFIX}/{key}": value for key, value in summary.items()}
+        return {f"{self.prefix}/{key}": value for key, value in summary.items()}
 
     def _batch(
         self, params: Any, beta: jax.Array, tokens: np.ndarray, segments: np.ndarray

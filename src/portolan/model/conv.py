@@ -3,10 +3,14 @@
 Shapes: B rows, S positions, T = B*S tokens (rows one after the other), C channels, W taps.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from portolan.model.tree import Block, Conv
 
 
 class Neighbours(NamedTuple):
@@ -64,3 +68,22 @@ def _backward(saved, grad_TC):
 
 
 short_conv.defvjp(_forward, _backward)
+
+
+def convolve(x_TC: jax.Array, conv: Conv | None, context: Any, site: str) -> jax.Array:
+    """What the context makes of `x` at a site, or `x` itself where there is no convolution."""
+    return x_TC if conv is None else context.convolve(x_TC, conv.taps, site)
+
+
+def spread_over_layers(blocks: Block, is_global: Sequence[bool]) -> Block:
+    """Convolutions of the global layers only, as ones of all layers: elsewhere the identity."""
+    layers = np.flatnonzero(is_global)
+
+    def spread(node: Any) -> Any:
+        if not isinstance(node, Conv):
+            return node
+        shape = (len(is_global), *node.taps.shape[1:])
+        identity = jnp.zeros(shape, node.taps.dtype).at[:, 0].set(1)
+        return Conv(identity.at[layers].set(node.taps))
+
+    return jax.tree.map(spread, blocks, is_leaf=lambda node: isinstance(node, Conv))

@@ -6,6 +6,8 @@ Shapes: T tokens, D width (any trailing size), G gate rank.
 import jax
 import jax.numpy as jnp
 
+from portolan.model.tree import Gate, Norm
+
 NORM_EPSILON = 1e-5
 HEAD_NORM_EPSILON = 1e-6
 
@@ -32,3 +34,10 @@ def gated_norm(x: jax.Array, gain_D: jax.Array, down_DG: jax.Array, up_GD: jax.A
     n = rms_norm(x, gain_D)
     gate = jax.nn.silu(n @ down_DG.astype(x.dtype)) @ up_GD.astype(x.dtype)
     return n * jax.nn.sigmoid(gate)
+
+
+def apply_norm(x: jax.Array, norm: Norm, gate: Gate | None) -> jax.Array:
+    """The norm in front of a branch: gated, or plain where there is no gate."""
+    if gate is None:
+        return rms_norm(x, norm.gain)
+    return gated_norm(x, norm.gain, gate.down, gate.up)

@@ -1,16 +1,17 @@
-"""Choice of experts and quantile balancing.
+"""Choice of experts, their weights, and the ways to balance their load.
 
 Shapes: T tokens, E experts, K experts per token, L layers. Everything here is float32 or wider.
 The choice needs no sort: K+1 rounds of "largest, first index" cost less on every device.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from portolan.shapes import COMBINE_WEIGHT_SUM, ModelConfig
+from portolan.shapes import COMBINE_WEIGHT_SUM, Combine, ModelConfig
 
 COMBINE_EPSILON = 1e-9
 MIN_MARGIN_RANGE = 1e-6
@@ -18,16 +19,19 @@ SAVED_ROUTING = "routing"
 
 
 class RouterMetrics(NamedTuple):
-    """Statistics over valid tokens; scalars of one layer, or [L] when stacked."""
+    """Statistics over valid tokens; scalars of one layer, or [L] when stacked.
+
+    Margins and biases are None without quantile balancing.
+    """
 
     entropy: jax.Array
     load_balance: jax.Array
     mean_square_lse: jax.Array
     load_max_over_mean: jax.Array
-    margin_min: jax.Array
-    margin_max: jax.Array
-    bias_min: jax.Array
-    bias_max: jax.Array
+    margin_min: jax.Array | None
+    margin_max: jax.Array | None
+    bias_min: jax.Array | None
+    bias_max: jax.Array | None
     drop_fraction: jax.Array
 
 
@@ -42,6 +46,13 @@ class Routing(NamedTuple):
 def balance_bias(beta: jax.Array) -> jax.Array:
     """b = -beta + mean over experts, along the last axis."""
     return jnp.mean(beta, axis=-1, keepdims=True) - beta
+
+
+def selection_bias(beta_E: jax.Array, config: ModelConfig) -> jax.Array:
+    """What is added to the logits to select experts: 0 without quantile balancing."""
+    if config.num_balance_biases:
+        return balance_bias(beta_E)
+    return jnp.zeros(config.num_experts, beta_E.dtype)
 
 
 def select(biased_TE: jax.Array, num_selected: int) -> tuple[jax.Array, jax.Array]:
@@ -59,18 +70,41 @@ def select(biased_TE: jax.Array, num_selected: int) -> tuple[jax.Array, jax.Arra
     return jnp.concatenate(experts, axis=-1), jnp.max(biased_TE, axis=-1)
 
 
-def route(logits_TE: jax.Array, bias_E: jax.Array, num_selected: int) -> Routing:
+def renormalised_sigmoid(chosen_TK: jax.Array) -> jax.Array:
+    """2.5 sigmoid(s), divided by the sum of the sigmoids."""
+    weights_TK = jax.nn.sigmoid(chosen_TK)
+    total = jnp.sum(weights_TK, axis=-1, keepdims=True) + COMBINE_EPSILON
+    return COMBINE_WEIGHT_SUM * weights_TK / total
+
+
+def scaled_softmax(chosen_TK: jax.Array) -> jax.Array:
+    """2.5 softmax(s) over the selected logits."""
+    return COMBINE_WEIGHT_SUM * jax.nn.softmax(chosen_TK, axis=-1)
+
+
+COMBINE_WEIGHTS: dict[Combine, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid_renormalised": renormalised_sigmoid,
+    "sigmoid": jax.nn.sigmoid,
+    "softmax": scaled_softmax,
+}
+
+
+def route(
+    logits_TE: jax.Array,
+    bias_E: jax.Array,
+    num_selected: int,
+    combine: Combine = "sigmoid_renormalised",
+) -> Routing:
     """Select on logits + bias, weigh on the unbiased logits.
 
-    The gradient reaches the logits only through the weights: 2.5 * sigmoid, renormalised.
+    The gradient reaches the logits only through the weights.
     """
     biased = jax.lax.stop_gradient(logits_TE) + jax.lax.stop_gradient(bias_E)
     experts_TK, threshold_T = checkpoint_name(select(biased, num_selected), SAVED_ROUTING)
     index_E = jnp.arange(logits_TE.shape[-1], dtype=jnp.int32)
     one_hot = experts_TK[..., None] == index_E
-    weights_TK = jax.nn.sigmoid(jnp.sum(jnp.where(one_hot, logits_TE[:, None], 0), axis=-1))
-    total = jnp.sum(weights_TK, axis=-1, keepdims=True) + COMBINE_EPSILON
-    return Routing(experts_TK, COMBINE_WEIGHT_SUM * weights_TK / total, threshold_T)
+    chosen_TK = jnp.sum(jnp.where(one_hot, logits_TE[:, None], 0), axis=-1)
+    return Routing(experts_TK, COMBINE_WEIGHTS[combine](chosen_TK), threshold_T)
 
 
 class Margins(NamedTuple):
@@ -140,8 +174,50 @@ def update_beta(margins: Margins, num_selected: int, num_bins: int) -> jax.Array
     surplus = (above - quotient).astype(dtype) - remainder.astype(dtype) / num_experts
     width = (margins.high - margins.low) / num_bins
     beta = margins.low + best * width + width * surplus / jnp.maximum(inside, 1)
-    beta = jnp.where(margins.finite, beta, jnp.nan)
-    return jnp.where(margins.num_valid > 0, beta, 0)
+    return accept(beta, margins)
+
+
+def accept(beta_E: jax.Array, margins: Margins) -> jax.Array:
+    """Beta as it may be used: NaN when a margin is not finite, 0 without valid tokens."""
+    beta_E = jnp.where(margins.finite, beta_E, jnp.nan)
+    return jnp.where(margins.num_valid > 0, beta_E, 0)
+
+
+def top_margins(
+    logits_TE: jax.Array, threshold_T: jax.Array, valid_T: jax.Array, num_selected: int
+) -> jax.Array:
+    """Beta [E] without bins: the max(1, floor(T_valid K / E))-th largest margin of each expert."""
+    num_tokens, num_experts = logits_TE.shape
+    margins = jnp.where(valid_T[:, None], logits_TE - threshold_T[:, None], -jnp.inf)
+    rank = jnp.sum(valid_T, dtype=jnp.int32) * num_selected // num_experts
+    largest = jax.lax.top_k(margins.T, max(1, num_tokens * num_selected // num_experts))[0]
+    return largest[:, jnp.maximum(rank, 1) - 1]
+
+
+def rebalance(
+    logits_TE: jax.Array,
+    threshold_T: jax.Array,
+    valid_T: jax.Array,
+    beta_E: jax.Array,
+    config: ModelConfig,
+) -> tuple[jax.Array, Margins | None]:
+    """The new beta [E] and the margins that it was read from; beta stays where none is used."""
+    if not config.num_balance_biases:
+        return beta_E, None
+    margins = bin_margins(logits_TE, threshold_T, valid_T, config.qb_bins)
+    if config.balance == "qb_hist":
+        return update_beta(margins, config.experts_per_token, config.qb_bins), margins
+    beta = top_margins(logits_TE, threshold_T, valid_T, config.experts_per_token)
+    return accept(beta, margins), margins
+
+
+def router_loss(metrics: RouterMetrics, config: ModelConfig) -> jax.Array:
+    """aux_weight E/K sum_e f_e p_e + router_z_weight mean lse^2, means over layers.
+
+    1 and the squared logsumexp of a balanced router; f, the shares of assignments, has no gradient.
+    """
+    balance = jnp.mean(metrics.load_balance) / config.experts_per_token
+    return config.aux_weight * balance + config.router_z_weight * jnp.mean(metrics.mean_square_lse)
 
 
 def measure(
@@ -149,10 +225,10 @@ def measure(
     experts_TK: jax.Array,
     valid_T: jax.Array,
     bias_E: jax.Array,
-    margins: Margins,
+    margins: Margins | None,
     config: ModelConfig,
 ) -> RouterMetrics:
-    """Metrics of one layer over its valid tokens; no gradient."""
+    """Metrics of one layer over its valid tokens."""
     num_experts = config.num_experts
     valid = valid_T[:, None].astype(logits_TE.dtype)
     count = jnp.maximum(jnp.sum(valid), 1)
@@ -169,9 +245,9 @@ def measure(
         load_balance=num_experts * jnp.sum(load_E / count * probability_E),
         mean_square_lse=jnp.sum(valid * lse * lse) / count,
         load_max_over_mean=jnp.max(share) * num_experts,
-        margin_min=margins.low,
-        margin_max=margins.high,
-        bias_min=jnp.min(bias_E),
-        bias_max=jnp.max(bias_E),
+        margin_min=margins.low if margins else None,
+        margin_max=margins.high if margins else None,
+        bias_min=jnp.min(bias_E) if margins else None,
+        bias_max=jnp.max(bias_E) if margins else None,
         drop_fraction=jnp.zeros((), logits_TE.dtype),
     )

@@ -9,21 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from portolan.model.attention import (
-    SAVED_ATTENDED,
-    SAVED_PROJECTIONS,
-    Context,
-    attend,
-    rotary_tables,
-)
-from portolan.model.conv import find_neighbours, short_conv
+from portolan.model.attention import SAVED_PROJECTIONS, Context, attend, rotary_tables
+from portolan.model.conv import convolve, find_neighbours, spread_over_layers
+from portolan.model.experts import SAVED_PRODUCTS
 from portolan.model.init import init
 from portolan.model.loss import token_losses as vocabulary_losses
+from portolan.model.loss import weighted_loss
 from portolan.model.moe import feed_forward
-from portolan.model.norms import gated_norm, wide
-from portolan.model.router import SAVED_ROUTING, RouterMetrics
+from portolan.model.norms import apply_norm, wide
+from portolan.model.router import SAVED_ROUTING, RouterMetrics, router_loss
+from portolan.model.softmax_attention import SAVED_ATTENDED
 from portolan.model.tree import Block, Params, abstract
-from portolan.shapes import ModelConfig
+from portolan.shapes import ModelConfig, Remat
 
 __all__ = [
     "CPU_COMPILER_OPTIONS",
@@ -43,7 +40,13 @@ CPU_COMPILER_OPTIONS = {
 """For `jax.jit(..., compiler_options=...)` on CPU: library kernels for products only. Fused with
 reductions they cost a tenth of a small step (jax 0.10.2)."""
 SAVED_MIDDLE = "middle"
-SAVED = (SAVED_PROJECTIONS, SAVED_ATTENDED, SAVED_MIDDLE, SAVED_ROUTING)
+SAVED_OUTSIDE_EXPERTS = (SAVED_PROJECTIONS, SAVED_ATTENDED, SAVED_MIDDLE, SAVED_ROUTING)
+SAVED: dict[Remat, tuple[str, ...]] = {
+    "none": (*SAVED_OUTSIDE_EXPERTS, SAVED_PRODUCTS),
+    "experts": SAVED_OUTSIDE_EXPERTS,
+    "layer": (),
+}
+"""Beside the input of each layer."""
 MAX_ONE_HOT_VOCABULARY = 2048
 
 
@@ -56,12 +59,15 @@ class Batch(NamedTuple):
 
 
 class LossAux(NamedTuple):
-    """Cross-entropy and mean lse^2 (weighted means), new beta [L, E], router metrics [L]."""
+    """Cross-entropy and mean lse^2 (weighted means), new beta [L, E], router metrics [L].
+
+    Without quantile balancing new_beta is [L, 0]; in a dense model `router` is None.
+    """
 
     ce: jax.Array
     mean_square_lse: jax.Array
     new_beta: jax.Array
-    router: RouterMetrics
+    router: RouterMetrics | None
 
 
 @jax.custom_vjp
@@ -83,6 +89,24 @@ def _embed_backward(saved, grad):
 embed.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _embed_backward)
 
 
+def enter(params: Params, tokens_T: jax.Array, compute_dtype: jnp.dtype) -> jax.Array:
+    """What the first layer reads, [T, D]."""
+    x_TD = embed(params.embed.table.astype(compute_dtype), tokens_T)
+    return apply_norm(x_TD, params.embed_norm, params.embed_gnorm)
+
+
+def leave(params: Params, x_TD: jax.Array) -> jax.Array:
+    """What the head reads, [T, D]."""
+    return apply_norm(x_TD, params.final_norm, params.final_gnorm)
+
+
+def stacked_layers(params: Params, config: ModelConfig) -> Block:
+    """All layers [L, ...], as `block` takes one of them."""
+    if config.conv_layers == "all":
+        return params.blocks
+    return spread_over_layers(params.blocks, config.global_layers)
+
+
 def block(
     x_TD: jax.Array,
     params: Block,
@@ -90,19 +114,16 @@ def block(
     is_global: jax.Array,
     context: Context,
     config: ModelConfig,
-) -> tuple[jax.Array, tuple[jax.Array, RouterMetrics]]:
+) -> tuple[jax.Array, tuple[jax.Array, RouterMetrics | None]]:
     """One layer: two residual additions."""
-    normed = gated_norm(x_TD, params.attn_norm.gain, params.attn_gnorm.down, params.attn_gnorm.up)
+    normed = apply_norm(x_TD, params.attn_norm, params.attn_gnorm)
     branch = attend(normed, params.attn, context, is_global, config)
-    taps = params.attn_conv.taps.astype(x_TD.dtype)
-    x_TD = checkpoint_name(x_TD + short_conv(branch, taps, context.neighbours), SAVED_MIDDLE)
-    normed = gated_norm(x_TD, params.mlp_norm.gain, params.mlp_gnorm.down, params.mlp_gnorm.up)
+    branch = convolve(branch, params.attn_conv, context, "attn")
+    x_TD = checkpoint_name(x_TD + branch, SAVED_MIDDLE)
+    normed = apply_norm(x_TD, params.mlp_norm, params.mlp_gnorm)
     valid = context.segments_BS.reshape(-1) >= 0
-    branch, new_beta, metrics = feed_forward(
-        normed, params.moe, params.shared, beta_E, valid, config
-    )
-    taps = params.mlp_conv.taps.astype(x_TD.dtype)
-    x_TD = x_TD + short_conv(branch, taps, context.neighbours)
+    branch, new_beta, metrics = feed_forward(normed, params, beta_E, valid, config)
+    x_TD = x_TD + convolve(branch, params.mlp_conv, context, "mlp")
     return x_TD, (new_beta, metrics)
 
 
@@ -114,17 +135,11 @@ def hidden(
     config: ModelConfig,
     *,
     compute_dtype: jnp.dtype,
-    remat: bool = False,
-) -> tuple[jax.Array, jax.Array, RouterMetrics]:
+    remat: Remat = "none",
+) -> tuple[jax.Array, jax.Array, RouterMetrics | None]:
     """Final normed activations [T, D], new beta [L, E], router metrics [L]."""
-    table = params.embed.table.astype(compute_dtype)
-    x = gated_norm(
-        embed(table, tokens.reshape(-1)),
-        params.embed_norm.gain,
-        params.embed_gnorm.down,
-        params.embed_gnorm.up,
-    )
-    cos, sin = rotary_tables(tokens.shape[1], config.head_dim, wide(compute_dtype))
+    x = enter(params, tokens.reshape(-1), compute_dtype)
+    cos, sin = rotary_tables(tokens.shape[1], config, wide(compute_dtype))
     neighbours = find_neighbours(segments, config.conv_taps, compute_dtype)
     context = Context(segments, neighbours, cos, sin)
 
@@ -132,13 +147,12 @@ def hidden(
         layer_params, beta, is_global = layer
         return block(x, layer_params, beta, is_global, context, config)
 
-    names = () if remat else SAVED
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    policy = jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     flags = jnp.array(config.global_layers)
-    x, (new_beta, metrics) = jax.lax.scan(body, x, (params.blocks, beta_LE, flags))
-    x = gated_norm(x, params.final_norm.gain, params.final_gnorm.down, params.final_gnorm.up)
-    return x, new_beta, metrics
+    layers = stacked_layers(params, config)
+    x, (new_beta, metrics) = jax.lax.scan(body, x, (layers, beta_LE, flags))
+    return leave(params, x), new_beta, metrics
 
 
 def loss(
@@ -149,9 +163,12 @@ def loss(
     *,
     compute_dtype: jnp.dtype = jnp.float32,
     z_weight: float = Z_WEIGHT,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, LossAux]:
-    """Sum of w (lse - label logit + z lse^2) over sum of w, both over the whole batch."""
+    """Sum of w (lse - label logit + z lse^2) over sum of w, both over the whole batch.
+
+    A shape that balances by an auxiliary loss adds it.
+    """
     x, new_beta, metrics = hidden(
         params,
         beta,
@@ -163,13 +180,12 @@ def loss(
     )
     labels = _labels(batch.tokens).reshape(-1)
     head = params.head.proj.astype(compute_dtype)
-    nll, lse = vocabulary_losses(x, head, labels)
-    weights = batch.weights.reshape(-1).astype(nll.dtype)
-    total = jnp.maximum(jnp.sum(weights), 1e-30)
-    ce = jnp.sum(weights * nll) / total
-    mean_square_lse = jnp.sum(weights * lse * lse) / total
-    aux = LossAux(ce, mean_square_lse, new_beta, metrics)
-    return ce + z_weight * mean_square_lse, aux
+    value, parts = weighted_loss(x, head, labels, batch.weights.reshape(-1), z_weight)
+    aux = LossAux(parts.ce, parts.mean_square_lse, new_beta, metrics)
+    if config.balance == "softmax_aux":
+        assert metrics is not None
+        value += router_loss(metrics, config)
+    return value, aux
 
 
 def _labels(tokens: jax.Array) -> jax.Array:

@@ -1,7 +1,10 @@
 """The parameter tree: nested dataclasses whose field names are the path names.
 
+A component that a shape leaves out is None in its place: it has no path, no leaf, no count.
+
 Shapes: V vocabulary, D width, L layers, N query heads, M key/value heads, H head size,
-R latent width, F expert width, E experts, G gate rank, W taps. A leading L is the stack of layers.
+R latent width, F expert width, E experts, G gate rank, W taps. A leading L is the stack of layers;
+for convolutions, of the layers that have them.
 """
 
 from dataclasses import dataclass
@@ -64,8 +67,9 @@ class Attention:
     wk: Leaf
     wv: Leaf
     wo: Leaf
-    head_gate: Leaf
-    k_conv: Conv
+    head_gate: Leaf | None
+    k_conv: Conv | None
+    v_conv: Conv | None
 
 
 @_node
@@ -82,25 +86,26 @@ class Moe:
     """Router [D, E], the latent pair [D, R] and [R, D] around the experts."""
 
     router: Leaf
-    latent_down: Leaf
-    latent_norm: Norm
-    latent_up: Leaf
+    latent_down: Leaf | None
+    latent_norm: Norm | None
+    latent_up: Leaf | None
     experts: GatedMlp
 
 
 @_node
 class Block:
-    """One layer, or all of them stacked along a leading axis."""
+    """One layer, or all of them stacked along a leading axis; `mlp` or `moe` and `shared`."""
 
     attn_norm: Norm
-    attn_gnorm: Gate
+    attn_gnorm: Gate | None
     attn: Attention
-    attn_conv: Conv
+    attn_conv: Conv | None
     mlp_norm: Norm
-    mlp_gnorm: Gate
-    moe: Moe
+    mlp_gnorm: Gate | None
+    mlp: GatedMlp | None
+    moe: Moe | None
     shared: list[GatedMlp]
-    mlp_conv: Conv
+    mlp_conv: Conv | None
 
 
 @_node
@@ -116,71 +121,89 @@ class Params:
 
     embed: Embedding
     embed_norm: Norm
-    embed_gnorm: Gate
+    embed_gnorm: Gate | None
     blocks: Block
     final_norm: Norm
-    final_gnorm: Gate
+    final_gnorm: Gate | None
     head: Head
 
 
 def abstract(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
     """The tree of `config` as `jax.ShapeDtypeStruct`, without allocating anything."""
+    width = config.width
 
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    width, rank = config.width, config.gated_norm_rank
     return Params(
         embed=Embedding(leaf(config.vocab_size, width)),
         embed_norm=Norm(leaf(width)),
-        embed_gnorm=Gate(leaf(width, rank), leaf(rank, width)),
-        blocks=_abstract_blocks(config, leaf),
+        embed_gnorm=_gate(config, leaf),
+        blocks=_blocks(config, leaf),
         final_norm=Norm(leaf(width)),
-        final_gnorm=Gate(leaf(width, rank), leaf(rank, width)),
+        final_gnorm=_gate(config, leaf),
         head=Head(leaf(width, config.vocab_size)),
     )
 
 
-def _abstract_blocks(config: ModelConfig, leaf: Any) -> Block:
-    layers, width, rank = config.num_layers, config.width, config.gated_norm_rank
-    latent, inner, shared = config.latent_width, config.expert_width, config.shared_width
-    experts, taps = config.num_experts, config.conv_taps
-    query = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
+def _gate(config: ModelConfig, leaf: Any) -> Gate | None:
+    if not config.gated_norm:
+        return None
+    rank = config.gated_norm_rank
+    return Gate(leaf(config.width, rank), leaf(rank, config.width))
+
+
+def _blocks(config: ModelConfig, leaf: Any) -> Block:
+    width = config.width
+
+    def stacked(*shape: int) -> jax.ShapeDtypeStruct:
+        return leaf(config.num_layers, *shape)
+
+    def conv(site: str, channels: int) -> Conv | None:
+        if site not in config.conv_sites:
+            return None
+        return Conv(leaf(config.num_conv_layers, config.conv_taps, channels))
+
+    def swiglu(inner: int) -> GatedMlp:
+        return GatedMlp(stacked(width, inner), stacked(width, inner), stacked(inner, width))
+
+    query, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    dense = config.mlp == "dense"
     return Block(
-        attn_norm=Norm(leaf(layers, width)),
-        attn_gnorm=Gate(leaf(layers, width, rank), leaf(layers, rank, width)),
+        attn_norm=Norm(stacked(width)),
+        attn_gnorm=_gate(config, stacked),
         attn=Attention(
-            wq=leaf(layers, width, query),
-            wk=leaf(layers, width, keys),
-            wv=leaf(layers, width, keys),
-            wo=leaf(layers, query, width),
-            head_gate=leaf(layers, width, config.num_heads),
-            k_conv=Conv(leaf(layers, taps, keys)),
+            wq=stacked(width, query),
+            wk=stacked(width, keys),
+            wv=stacked(width, keys),
+            wo=stacked(query, width),
+            head_gate=stacked(width, config.num_heads) if config.head_gate else None,
+            k_conv=conv("k", keys),
+            v_conv=conv("v", keys),
         ),
-        attn_conv=Conv(leaf(layers, taps, width)),
-        mlp_norm=Norm(leaf(layers, width)),
-        mlp_gnorm=Gate(leaf(layers, width, rank), leaf(layers, rank, width)),
-        moe=Moe(
-            router=leaf(layers, width, experts),
-            latent_down=leaf(layers, width, latent),
-            latent_norm=Norm(leaf(layers, latent)),
-            latent_up=leaf(layers, latent, width),
-            experts=GatedMlp(
-                gate=leaf(layers, experts, latent, inner),
-                up=leaf(layers, experts, latent, inner),
-                down=leaf(layers, experts, inner, latent),
-            ),
+        attn_conv=conv("attn", width),
+        mlp_norm=Norm(stacked(width)),
+        mlp_gnorm=_gate(config, stacked),
+        mlp=swiglu(config.dense_width) if dense else None,
+        moe=None if dense else _moe(config, stacked),
+        shared=[swiglu(config.shared_width) for _ in range(config.num_shared_experts)],
+        mlp_conv=conv("mlp", width),
+    )
+
+
+def _moe(config: ModelConfig, stacked: Any) -> Moe:
+    width, latent, experts = config.width, config.latent_width, config.num_experts
+    inner = config.expert_width
+    return Moe(
+        router=stacked(width, experts),
+        latent_down=stacked(width, latent) if config.latent else None,
+        latent_norm=Norm(stacked(latent)) if config.latent_norm else None,
+        latent_up=stacked(latent, width) if config.latent else None,
+        experts=GatedMlp(
+            gate=stacked(experts, latent, inner),
+            up=stacked(experts, latent, inner),
+            down=stacked(experts, inner, latent),
         ),
-        shared=[
-            GatedMlp(
-                leaf(layers, width, shared),
-                leaf(layers, width, shared),
-                leaf(layers, shared, width),
-            )
-            for _ in range(config.num_shared_experts)
-        ],
-        mlp_conv=Conv(leaf(layers, taps, width)),
     )
 
 

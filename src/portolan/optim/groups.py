@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from portolan.optim.settings import OptimizerError, OptimizerSettings
+from portolan.shapes import CONV_SITES, ModelConfig
 
 INDEX = "#"
 """Segment of a pattern that stands for a list index."""
@@ -29,8 +30,7 @@ DEFAULT_COMPONENTS = frozenset(
         "shared",
     }
 )
-OPTIONAL_COMPONENTS = frozenset({"conv_v", "dense"})
-"""Components that only ablations switch on."""
+"""Those of the reference model; ablations also have `conv_v` and `dense`."""
 
 BYTES_PER_SCALAR = 4
 _CONSTRAINED = ("muonh", "adamh")
@@ -209,6 +209,23 @@ class GroupTable:
                     )
 
 
+def components_of(config: ModelConfig) -> frozenset[str]:
+    """The components that a shape has; each must have its leaves, and no other leaf may exist."""
+    routed = config.mlp == "moe"
+    present = {
+        "base": True,
+        "gated_norm": config.gated_norm,
+        "head_gate": config.head_gate,
+        **{f"conv_{site}": site in config.conv_sites for site in CONV_SITES},
+        "routed": routed,
+        "latent": config.latent,
+        "latent_norm": config.latent_norm,
+        "shared": config.num_shared_experts > 0,
+        "dense": not routed,
+    }
+    return frozenset(name for name, is_present in present.items() if is_present)
+
+
 def resolve_groups(
     shapes: Mapping[str, tuple[int, ...]],
     *,
@@ -222,7 +239,7 @@ def resolve_groups(
         shapes: shape by path, in tree order.
         scope: `joint` or `per_expert`; None is refused where an expert stack exists.
         settings: for the ablations of `matrix` and `gnorm`; default muonh.
-        components: what is switched on; each must have its leaves, and no other leaf may exist.
+        components: what the shape has (`components_of`).
 
     Raises:
         OptimizerError: a leaf without a rule, a rule without its leaf, a leaf with the wrong

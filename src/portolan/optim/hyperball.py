@@ -5,7 +5,6 @@ direction (AdamH); both are projected back to their norm, so neither needs weigh
 (arXiv 2606.16899). Everything else follows Adam, router and head gate with annealed decay.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from portolan.optim.adam import adam_direction, adam_step, clip_gradients
 from portolan.optim.groups import GroupRow, GroupTable
 from portolan.optim.newton_schulz import (
     cpu_chunk,
@@ -24,7 +24,7 @@ from portolan.optim.newton_schulz import (
     orthogonalise_leaves,
     to_wide,
 )
-from portolan.optim.norms import Leaves, diagnostics, frobenius_norm
+from portolan.optim.norms import NORM_FLOOR, Leaves, diagnostics, frobenius_norm
 from portolan.optim.schedule import Rates
 from portolan.optim.settings import ADAMW_EPSILON, OptimizerError, OptimizerSettings
 from portolan.optim.sharding import Layout
@@ -42,9 +42,6 @@ __all__ = [
 ]
 
 NormFunction = Callable[[jax.Array], jax.Array]
-
-NORM_FLOOR = 1e-10
-"""Norms are divided by at least this."""
 
 
 @jax.tree_util.register_dataclass
@@ -85,30 +82,6 @@ def hyperball_step(
     moved = weight - (eta * radius / jnp.maximum(length, NORM_FLOOR)) * direction
     factor = radius / jnp.maximum(norm(moved), NORM_FLOOR)
     return jnp.where((eta == 0) | (length == 0), 1, factor) * moved
-
-
-def adam_direction(
-    grad: jax.Array,
-    moments: Mapping[str, jax.Array],
-    count: jax.Array,
-    *,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Bias-corrected m / (sqrt(v) + epsilon) and the new moments; `count` is zero-based."""
-    m = beta1 * moments["m"] + (1 - beta1) * grad
-    v = beta2 * moments["v"] + (1 - beta2) * grad * grad
-    corrected = m / _bias_correction(beta1, count, grad.dtype)
-    root = jnp.sqrt(v / _bias_correction(beta2, count, grad.dtype))
-    return corrected / (root + epsilon), {"m": m, "v": v}
-
-
-def _bias_correction(beta: float, count: jax.Array, dtype: Any) -> jax.Array:
-    """1 - beta^(count + 1); the power alone would lose four digits in float32 near beta = 1."""
-    if beta == 0:
-        return jnp.ones((), dtype)
-    return -jnp.expm1((count + 1).astype(dtype) * math.log(beta))
 
 
 def build(
@@ -219,16 +192,10 @@ class _UpdateRule:
     ) -> jax.Array:
         """One new leaf."""
         weight, direction = weights[row.path], directions[row.path]
-        eta, eta_adam, decay = (jnp.asarray(rate, weight.dtype) for rate in rates)
-        if row.constrained:
-            norm = self.norm(row)
-            radius = states[row.path].get("radius")
-            return self.pin(row, hyperball_step(weight, direction, eta, norm, radius))
-        if row.group == "adamw":
-            return weight - eta * (direction + self.settings.weight_decay * weight)
-        if row.decay:
-            return weight - eta_adam * (direction + decay * weight)
-        return weight - eta_adam * direction
+        if not row.constrained:
+            return adam_step(weight, direction, row, rates, self.settings)
+        eta, radius = jnp.asarray(rates.eta, weight.dtype), states[row.path].get("radius")
+        return self.pin(row, hyperball_step(weight, direction, eta, self.norm(row), radius))
 
     def muon_directions(
         self, grads: Leaves, states: Mapping[str, Mapping[str, jax.Array]]
@@ -304,9 +271,7 @@ class _UpdateRule:
             return grads
         groups = self.settings.clip_groups or self.table.groups
         paths = [row.path for row in self.table.rows if row.group in groups]
-        total = jnp.sqrt(sum(jnp.sum(jnp.square(grads[path])) for path in paths))
-        scale = jnp.minimum(1, bound / jnp.maximum(total, NORM_FLOOR))
-        return grads | {path: grads[path] * scale for path in paths}
+        return clip_gradients(grads, paths, bound)
 
 
 def _checked_leaves(params: Any, table: GroupTable) -> Leaves:

@@ -117,6 +117,11 @@ def peak_rates(
     )
 
 
+def token_exponent(law: Law) -> float:
+    """Power of the tokens of the whole run in the peak rate."""
+    return _LAWS[law][1]
+
+
 def scale_rates(peak: PeakRates, multiplier: float) -> PeakRates:
     """Both peak rates times `multiplier`, past the cap if need be: one arm of a rate sweep."""
     return replace(peak, hyperball=peak.hyperball * multiplier, adam=peak.adam * multiplier)

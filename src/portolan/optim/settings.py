@@ -36,7 +36,8 @@ class OptimizerSettings:
         hyperball_scope: one norm per layer over all experts (`joint`) or one per expert matrix;
             has no default: it must be chosen wherever experts exist.
         hyperball_radius: keep the `current` norm, or the `initial` one stored in the state.
-        matrix: rule for hidden matrices; `adamh` and `adamw` are ablation arms.
+        matrix: rule for hidden matrices; `adamh` and `adamw` are ablation arms, and `adamw` takes
+            the head too.
         gnorm: rule for the gate matrices of the gated norms; None follows `matrix`.
         beta2, epsilon: of Adam; None until `with_law` fills them in.
         gate_router_decay, decay_start: annealed decay of router and head gate; the first update

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from portolan.canonical import digest, stringify_floats
 from portolan.console import say
 from portolan.errors import UsageError
 from portolan.files import read_json, sha256_file, write_json_atomic
+from portolan.pipeline.course import Course, plan_course
 from portolan.pipeline.plan import plan_width
 from portolan.project import Project
 from portolan.recipe import Recipe
@@ -80,58 +81,73 @@ class Corpus:
         """Held-out rows of the length that the models train on."""
         return open_evaluation_set(self.path("heldout"), self.tokenizer(), self.project.recipe)
 
-    def loader(self, rung: Rung, seed: int, reference_tokens: int) -> Any:
-        """Batches of a run: the mixture on this store, with the epochs of the target."""
+    def evaluation_rows(self, length: int) -> Any:
+        """The same held-out text, as much of it, in rows of another length."""
+        tokenizer, recipe = self.tokenizer(), self.project.recipe
+        return open_evaluation_set(self.path("heldout"), tokenizer, recipe, length)
+
+    def loader(
+        self,
+        rung: Rung,
+        seed: int,
+        reference_tokens: int,
+        *,
+        course: Course | None = None,
+        simulate_epochs: bool = True,
+    ) -> Any:
+        """Batches of a run: the mixture on this store, with the epochs of the target.
+
+        The target has its own epochs: it passes `simulate_epochs` = False.
+        """
         from portolan.data.loader import Loader
         from portolan.data.mixture import simulated_prefixes
 
-        mixture = self.mixture(rung)
+        course = course or plan_course(self.project.recipe, rung)
+        mixture = self.mixture(rung, course)
         length = rung.config.sequence_length
-        prefixes = simulated_prefixes(
-            {name: tokens // length for name, tokens in self.store.tokens_by_cell.items()},
-            experiment_tokens=rung.tokens,
-            target_tokens=max(reference_tokens, rung.tokens),
-            weighted=[name for name, count in mixture.phases[0].counts.items() if count],
-        )
-        return Loader(self.store, mixture, batch=rung.batch_sequences, seed=seed, prefixes=prefixes)
+        prefixes = None
+        if simulate_epochs:
+            prefixes = simulated_prefixes(
+                {name: tokens // length for name, tokens in self.store.tokens_by_cell.items()},
+                experiment_tokens=rung.tokens,
+                target_tokens=max(reference_tokens, rung.tokens),
+                weighted=[n for n in mixture.cells if any(p.counts[n] for p in mixture.phases)],
+            )
+        return Loader(self.store, mixture, geometry=course.geometry, seed=seed, prefixes=prefixes)
 
-    def mixture(self, rung: Rung) -> Any:
-        """Counts per cell of one phase over the whole run.
+    def mixture(self, rung: Rung, course: Course | None = None) -> Any:
+        """Counts per cell of every phase of the run.
 
         The lattice is the smallest mixture block of the recipe's runs, so that every run reads
         the cells in exactly the same proportions.
         """
-        from portolan.data.mixture import plan_mixture
-        from portolan.data.mixture_design import proportional_counts, round_to_lattice
+        from portolan.data.mixture import Mixture, budget_phases, require_consistent
 
         recipe = self.project.recipe
+        course = course or plan_course(recipe, rung)
         tokens = self.store.tokens_by_cell
         widths = (*recipe.ladder.widths, recipe.model.width)
         lattice = min(plan_width(recipe, width).mixture_block for width in widths)
-        if given := recipe.mixture.weights:
-            if unknown := sorted(set(given) - set(tokens)):
-                raise UsageError(
-                    f"mixture.weights names {unknown[0]!r}, which is not a domain",
-                    remedy=f"use {', '.join(tokens)}",
-                )
-            total = sum(given.values())
-            weights = {name: given.get(name, 0.0) / total for name in tokens}
-            counts = round_to_lattice(weights, lattice)
-        else:
-            counts = proportional_counts(tokens, lattice, at_least_one=True)
-        return plan_mixture(
-            recipe.name,
-            tokens=tokens,
+        mixture = Mixture(
+            name=recipe.name,
+            cells=dict(tokens),
             tokenizer_digest=self.tokenizer_digest,
             store_digest=self.store_digest,
-            steps=rung.steps,
-            batch_sequences=rung.batch_sequences,
+            phases=budget_phases(
+                [
+                    (phase.name, phase.start_step, _counts(phase.weights, tokens, lattice))
+                    for phase in course.phases
+                ],
+                steps=course.num_updates,
+                tokens_per_step=course.tokens_per_step,
+            ),
             sequence_length=rung.config.sequence_length,
-            phases=[("main", (0, 1), counts)],
-            block_sequences=rung.mixture_block,
+            block_sequences=course.block_sequences,
             lattice=lattice,
             cap_epochs=recipe.mixture.max_epochs,
         )
+        require_consistent(mixture)
+        return mixture
 
     def artifacts(self) -> Iterator[tuple[str, str, list[Path], str]]:
         """(kind, name, files, text) of everything that the record must name."""
@@ -165,6 +181,20 @@ class Corpus:
         return [*lines, f"token store: {store['tokens']:,} tokens, digest {store['digest'][:16]}"]
 
 
+def _counts(weights: Mapping[str, float], tokens: Mapping[str, int], lattice: int) -> dict:
+    """Weights by domain, or without any the tokens, as counts on the lattice."""
+    from portolan.data.mixture_design import proportional_counts, round_to_lattice
+
+    if not weights:
+        return proportional_counts(tokens, lattice, at_least_one=True)
+    if unknown := sorted(set(weights) - set(tokens)):
+        raise UsageError(
+            f"mixture weights name {unknown[0]!r}, which is not a domain",
+            remedy=f"use {', '.join(tokens)}",
+        )
+    return round_to_lattice({name: weights.get(name, 0.0) for name in tokens}, lattice)
+
+
 def load_tokenizer(path: Path, recipe: Recipe) -> Any:
     """A tokenizer file with the recipe's boundary policy."""
     from portolan.data.tokenizer import BoundaryPolicy, DocumentTokenizer
@@ -173,17 +203,21 @@ def load_tokenizer(path: Path, recipe: Recipe) -> Any:
     return DocumentTokenizer.from_file(path, policy)
 
 
-def open_evaluation_set(folder: Path, tokenizer: Any, recipe: Recipe) -> Any:
-    """The held-out store as rows, capped as the recipe says."""
+def open_evaluation_set(
+    folder: Path, tokenizer: Any, recipe: Recipe, length: int | None = None
+) -> Any:
+    """The held-out store as rows of the first length or another, capped as the recipe says."""
     from portolan.data.evaluation_set import EvaluationSet
     from portolan.data.store import TokenStore
     from portolan.data.tokenizer import token_bytes
 
+    first = recipe.shape(recipe.model.width).sequence_length
+    max_rows = recipe.evaluation.max_sequences_per_domain
     return EvaluationSet(
         TokenStore(folder),
-        recipe.shape(recipe.model.width).sequence_length,
+        length or first,
         token_bytes(tokenizer),
-        max_rows=recipe.evaluation.max_sequences_per_domain,
+        max_rows=max(1, max_rows * first // (length or first)),
     )
 
 

@@ -17,8 +17,8 @@ from portolan.record.times import now
 from portolan.record.types import Check, Registration
 from portolan.scaling.curves import RungCurve, TargetPlan
 from portolan.scaling.forecast import Forecast, forecast_ladder
-from portolan.scaling.registration import applicability, build_body, minimum_conditions
-from portolan.scaling.score import score_run
+from portolan.scaling.interval import LEVELS
+from portolan.scaling.registration import build_body, minimum_conditions
 
 HEADLINE = "eval_dropless/heldout/macro_loss"
 FORECAST_DIGITS = 16
@@ -89,17 +89,31 @@ def make_forecast(project: Project, corpus: Corpus) -> Forecast:
         )
     target = TargetPlan.from_rung(runs[-1].rung, run_id=runs[-1].run_id)
     return forecast_ladder(
-        curves, target, asymptote=project.recipe.forecast.asymptote, headline=HEADLINE
+        curves,
+        target,
+        method=project.recipe.forecast.method,
+        asymptote=project.recipe.forecast.asymptote,
+        headline=HEADLINE,
     )
 
 
 def print_forecast(forecast: Forecast) -> None:
     """Print median, intervals, F0 and warnings."""
     final = forecast.metrics[forecast.headline]
-    say(f"forecast of {forecast.headline} at the end of {forecast.target.run_id}, nats per token:")
+    say(
+        f"{forecast.method} forecast of {forecast.headline} at the end of "
+        f"{forecast.target.run_id}, nats per token:"
+    )
     say(f"  median {final.median:.4f}")
     for level, low, high in ((50, 0.25, 0.75), (80, 0.10, 0.90), (95, 0.025, 0.975)):
         say(f"  {level} % interval {final.quantile(low):.4f} to {final.quantile(high):.4f}")
+    if final.curve is not None and final.reference is not None:
+        low, median, high = (final.reference[LEVELS.index(q)] for q in (0.025, 0.5, 0.975))
+        say(f"  beside it: F1 {median:.4f}, 95 % interval {low:.4f} to {high:.4f}")
+        for name, shape in final.curve.shapes.items():
+            say(f"  shape {name}: weight {shape.weight:.2f}, median {shape.medians[-1]:.4f}")
+    if forecast.summed_macro is not None:
+        say(f"  mean of the domains' forecasts {forecast.summed_macro.median:.4f}")
     say(f"  point forecast F0 {final.baseline[-1]:.4f} (asymptote {final.law.asymptote:.4f})")
     for warning in forecast.warnings:
         say(f"  warning: {warning}")
@@ -244,7 +258,9 @@ def _registration(
 
 
 def score_target(project: Project, corpus: Corpus, record: ProjectRecord) -> dict[str, Any] | None:
-    """Score the registered forecast; writes score.json and a check record."""
+    """Score the registered forecast and those before it; writes score.json and a check record."""
+    from portolan.pipeline.ledger import target_ledger
+
     target = planned_runs(project, corpus)[-1]
     entry = registered(record, target)
     if entry is None:
@@ -253,15 +269,16 @@ def score_target(project: Project, corpus: Corpus, record: ProjectRecord) -> dic
         )
     values = evaluations(project, target.run_id).get(HEADLINE, {})
     marks = _marks(values, target.rung.steps)
-    live = live_conditions(project, corpus, target)
-    gate = applicability(entry.body["conditions"], live)
+    ledger = target_ledger(project, corpus, list(record.journal.records()), target)
+    scores = {item.id: dict(item.score) for item in ledger}
     result = stringify_floats(
-        score_run(entry.body, marks, status=dict.fromkeys(marks, gate))
+        scores.pop(entry.id)
         | {
             "forecast": entry.id,
             "run": target.run_id,
             "retrospective": entry.body["known_before"]["retrospective"],
         }
+        | ({"earlier": scores} if scores else {})
     )
     path = project.runs / target.run_id / "score.json"
     if path.is_file() and read_json(path) == result:

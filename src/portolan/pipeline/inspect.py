@@ -1,12 +1,22 @@
 """Looking at what exists: evaluate, sample, the documents of a step, verify."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from portolan.console import errors, say
 from portolan.errors import PortolanError, UsageError
+from portolan.pipeline.change_records import run_course
 from portolan.pipeline.corpus import Corpus
-from portolan.pipeline.runs import PlannedRun, planned_runs, reference_tokens, run_settings
+from portolan.pipeline.recorder import ProjectRecord
+from portolan.pipeline.runs import (
+    PlannedRun,
+    build_evaluators,
+    planned_runs,
+    run_loader,
+    run_settings,
+)
 from portolan.pipeline.stages import require_corpus
 from portolan.project import Project
 
@@ -23,108 +33,115 @@ def find_run(project: Project, corpus: Corpus, run_id: str) -> PlannedRun:
     return found[0]
 
 
-def restored_state(project: Project, run: PlannedRun) -> tuple[Any, Any, int]:
-    """Parameters, router state and completed updates of a run's newest valid checkpoint."""
+@dataclass(frozen=True)
+class Restored:
+    """A run's newest valid checkpoint; `settings` are those of its last update."""
+
+    params: Any
+    beta: Any
+    completed: int
+    settings: Any
+
+
+def restored_state(project: Project, run: PlannedRun) -> Restored:
+    """The newest checkpoint of a run that validates."""
     from portolan.train.checkpoint import CheckpointStore
+    from portolan.train.programs import keep_programs
     from portolan.train.state import group_table, initial_state, restore_state
 
+    keep_programs()
     folder = project.runs / run.run_id
     if not folder.is_dir():
         raise UsageError(f"{run.run_id} has not started", remedy="run `portolan run` first")
-    settings = run_settings(project, run)
+    settings = run_settings(project, run, run_course(project, ProjectRecord(project), run))
     found = CheckpointStore(folder).restore()
     if found is None:
         raise PortolanError(f"{run.run_id} has no checkpoint yet", remedy="wait for its first save")
     arrays, metadata = found
     state = restore_state(initial_state(settings, group_table(settings)), arrays)
-    return state.params, state.beta, int(metadata["completed"])
+    completed = int(metadata["completed"])
+    return Restored(state.params, state.beta, completed, settings.at(completed - 1))
 
 
 def evaluate(project: Project, run_id: str) -> None:
-    """Print every held-out metric of a run's newest checkpoint."""
-    from portolan.evals.perplexity import HeldOutEvaluator
-    from portolan.train.state import resolve_compute_dtype
-
+    """Print every held-out metric of a run's newest checkpoint, in the packing of its start."""
     corpus = require_corpus(project)
     run = find_run(project, corpus, run_id)
-    params, beta, completed = restored_state(project, run)
-    evaluator = HeldOutEvaluator(
-        corpus.evaluation_set,
-        run.rung.config,
-        batch_sequences=project.recipe.evaluation.batch_sequences,
-        compute_dtype=resolve_compute_dtype(project.recipe.train.compute_dtype),
-    )
-    say(f"{run.run_id} after {completed} updates")
-    for name, value in sorted(evaluator(params, beta).items()):
+    found = restored_state(project, run)
+    pinned, _ = build_evaluators(project, corpus, found.settings)
+    say(f"{run.run_id} after {found.completed} updates")
+    for name, value in sorted(pinned(found.params, found.beta).items()):
         say(f"{name} {value:.6f}")
 
 
 def sample(
     project: Project,
     run_id: str,
-    prompt: str,
+    prompts: Sequence[str],
     *,
     num_tokens: int,
     temperature: float,
     top_p: float,
     seed: int,
 ) -> None:
-    """Print the prompt and its continuation."""
+    """Print every prompt with its continuation, apart by a line of dashes."""
     from portolan.model.generate import sample as generate
+    from portolan.train.state import resolve_compute_dtype
 
     corpus = require_corpus(project)
     run = find_run(project, corpus, run_id)
-    params, beta, completed = restored_state(project, run)
+    found = restored_state(project, run)
     tokenizer = corpus.tokenizer()
-    start = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    policy = tokenizer.policy
+    bos_id = tokenizer.bos_id if policy.bos == "document" else None
+    start = [] if bos_id is None else [bos_id]
     written = generate(
-        params,
-        beta,
-        run.rung.config,
-        [*start, *tokenizer.encode(prompt)],
+        found.params,
+        found.beta,
+        found.settings.config,
+        [[*start, *tokenizer.encode(prompt)] for prompt in prompts],
         num_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        bos_id=bos_id,
+        eos_id=tokenizer.eos_id if policy.eos == "document" else None,
+        compute_dtype=resolve_compute_dtype(project.recipe.train.compute_dtype),
     )
-    errors.print(f"{run.run_id} after {completed} updates, seed {seed}", markup=False)
-    say(prompt + tokenizer.decode([int(token) for token in written]))
+    note = (
+        f"{run.run_id} after {found.completed} updates, seed {seed}: "
+        f"{written.tokens_per_second:,.0f} tokens/s, {len(prompts)} at a time, "
+        f"{written.memory_bytes / 1e6:.2f} MB of memory"
+    )
+    errors.print(note, markup=False)
+    for number, (prompt, text) in enumerate(zip(prompts, written.texts, strict=True)):
+        if number:
+            say("---")
+        say(prompt + tokenizer.decode(text.tolist()))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file that are not blank."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}", remedy="name a UTF-8 text file") from error
+    return [line for line in lines if line.strip()]
 
 
 def show_batch(project: Project, run_id: str, step: int) -> None:
     """Print source, id and epoch of the documents in each row of a step."""
     corpus = require_corpus(project)
     run = find_run(project, corpus, run_id)
-    if step >= run.rung.steps:
+    course = run_course(project, ProjectRecord(project), run)
+    if step >= course.num_updates:
         raise UsageError(
-            f"step {step} is outside {run.run_id}", remedy=f"use 0 to {run.rung.steps - 1}"
+            f"step {step} is outside {run.run_id}", remedy=f"use 0 to {course.num_updates - 1}"
         )
-    loader = corpus.loader(run.rung, run.seed, reference_tokens(project))
+    loader = run_loader(project, corpus, run, course)
     for row in loader.show_batch(step):
         for document in row.documents:
             say(
                 f"row={row.row} tokens={document.start}-{document.stop} "
                 f"source={document.source} id={document.document_id} epoch={document.epoch}"
             )
-
-
-def verify(root: Path, head: Path | None, *, limits: bool) -> int:
-    """Print the verdict on journal and files; returns the exit code."""
-    from portolan.record.signing import load_head
-    from portolan.record.verify import LIMITS, verify_project
-
-    if limits:
-        say(LIMITS)
-        return 0
-    if not (root / "record" / "journal.jsonl").is_file():
-        raise UsageError(
-            f"{root} has no record", remedy="name a project folder with -C DIR, and run it first"
-        )
-    known = None
-    if head is not None:
-        known = load_head(head) if head.is_file() else None
-        if known is None:
-            raise UsageError(f"head {head} does not exist", remedy="name a .dsse.json file")
-    result = verify_project(root, known)
-    say(str(result))
-    return result.exit_code

@@ -1,14 +1,18 @@
 """What a recipe costs, by arithmetic only."""
 
+import dataclasses
 import json
 from typing import Any
 
 from rich.table import Table
 
 from portolan import accounting
+from portolan.accounting import MemoryBytes
 from portolan.console import console, say
+from portolan.pipeline.course import plan_course
 from portolan.recipe import Recipe
 from portolan.scaling.ladder import Rung, derive
+from portolan.shapes import ModelConfig
 
 
 def plan_width(recipe: Recipe, width: int) -> Rung:
@@ -46,7 +50,6 @@ def describe_target(recipe: Recipe) -> list[tuple[str, str, str]]:
     """(quantity, value, convention) of the target."""
     rung = plan_width(recipe, recipe.model.width)
     config = rung.config
-    state = accounting.state_bytes(config)
     causal = float(accounting.training_flops(config, rung.tokens, "causal"))
     rows = [
         ("total parameters", f"{rung.total_params:,}", "every stored number, balance biases too"),
@@ -65,12 +68,8 @@ def describe_target(recipe: Recipe) -> list[tuple[str, str, str]]:
             f"{accounting.active_with_head_parameters(config):,}",
             "active parameters and the output head",
         ),
-        ("layers x width", f"{config.num_layers} x {config.width}", "every layer routes"),
-        (
-            "experts",
-            f"{config.num_experts}, {config.experts_per_token} a token",
-            f"and {config.num_shared_experts} shared",
-        ),
+        ("layers x width", f"{config.num_layers} x {config.width}", "all layers are alike"),
+        _describe_feed_forward(config),
         ("batch", f"{rung.batch_sequences:,} sequences", f"of {config.sequence_length:,} tokens"),
         ("steps", f"{rung.steps:,}", "round(ratio x active parameters / tokens per step)"),
         ("tokens", f"{rung.tokens:,}", "steps x batch x sequence length"),
@@ -82,12 +81,10 @@ def describe_target(recipe: Recipe) -> list[tuple[str, str, str]]:
         ("training FLOPs, no head", f"{rung.flops_no_head:.5g}", "axis of the loss forecast"),
         ("training FLOPs, causal", f"{causal:.4g}", "head included, attention priced causally"),
         ("6 N T", f"{rung.flops_6nt:.4g}", "rule of thumb, N = active parameters"),
-        ("peak rate", f"{rung.hyperball:.6g}", "constrained matrices and head"),
-        ("peak Adam rate", f"{rung.adam:.6g}", "embedding, gains, taps, router, head gate"),
+        *_describe_rates(recipe, rung),
         ("beta2, epsilon", f"{rung.beta2:.6g}, {rung.epsilon:.5g}", "Adam moments"),
         ("warm-up", f"{rung.warmup_steps:,} steps", "then linear to 5 % of the peak"),
-        ("parameter bytes", f"{state.parameters:,}", "float32"),
-        ("optimizer bytes", f"{state.optimizer:,}", "float32 moments"),
+        *_describe_memory(recipe, rung),
     ]
     share = ladder_share(recipe)
     rows.append(
@@ -97,7 +94,58 @@ def describe_target(recipe: Recipe) -> list[tuple[str, str, str]]:
             f"of the target's FLOPs without head; {100 * share['with_head']:.3f} % with head",
         )
     )
+    course = plan_course(recipe, rung, extend=True)
+    if len(course.stages) > 1:
+        rows.append(("rows of an update", course.describe_stages(), "sequences x tokens"))
+    if len(course.phases) > 1:
+        rows.append(("mixture phases", course.describe_phases(), "first update of each"))
     return rows
+
+
+def _describe_feed_forward(config: ModelConfig) -> tuple[str, str, str]:
+    if config.mlp == "dense":
+        return ("inner width", f"{config.dense_width:,}", "one SwiGLU a layer, no experts")
+    return (
+        "experts",
+        f"{config.num_experts}, {config.experts_per_token} a token",
+        f"and {config.num_shared_experts} shared",
+    )
+
+
+def _describe_rates(recipe: Recipe, rung: Rung) -> list[tuple[str, str, str]]:
+    if recipe.optimizer.matrix == "adamw":
+        return [("peak Adam rate", f"{rung.adam:.6g}", "every parameter")]
+    return [
+        ("peak rate", f"{rung.hyperball:.6g}", "constrained matrices and head"),
+        ("peak Adam rate", f"{rung.adam:.6g}", "embedding, gains, taps, router, head gate"),
+    ]
+
+
+def _estimate_memory(recipe: Recipe, rung: Rung, *, on_accelerator: bool) -> MemoryBytes:
+    return accounting.memory_bytes(
+        rung.config,
+        rung.batch_sequences,
+        remat=recipe.train.remat,
+        on_accelerator=on_accelerator,
+        matrix=recipe.optimizer.matrix,
+        gated_norm=recipe.optimizer.gated_norm,
+    )
+
+
+def _describe_memory(recipe: Recipe, rung: Rung) -> list[tuple[str, str, str]]:
+    cpu = _estimate_memory(recipe, rung, on_accelerator=False)
+    device = _estimate_memory(recipe, rung, on_accelerator=True)
+    one = f"whole batch on one device, remat {recipe.train.remat!r}; an estimate"
+    return [
+        ("parameter bytes", f"{cpu.parameters:,}", "float32"),
+        ("optimizer bytes", f"{cpu.optimizer:,}", "float32 moments"),
+        ("gradient bytes", f"{cpu.gradients:,}", "float32"),
+        ("saved activations", f"{cpu.saved_activations:,} bytes", f"float32, {one}"),
+        ("logits block", f"{cpu.logits_block:,} bytes", "float32 on a CPU, with its gradient"),
+        ("work of one layer", f"{cpu.layer_work:,} bytes", "expert rows or attention, float32"),
+        ("peak of a step, CPU", f"{cpu.peak:,} bytes", f"float32, {one}"),
+        ("peak of a step, GPU", f"{device.peak:,} bytes", f"bfloat16 activations, {one}"),
+    ]
 
 
 def print_plan(recipe: Recipe, *, as_json: bool) -> None:
@@ -137,7 +185,7 @@ def _ladder_table(recipe: Recipe, rungs: list[Rung]) -> Table:
             f"{rung.steps:,}",
             f"{rung.tokens:,}",
             f"{rung.flops_no_head:.4g}",
-            f"{rung.hyperball:.4g}",
+            f"{rung.adam if recipe.optimizer.matrix == 'adamw' else rung.hyperball:.4g}",
         )
     return table
 
@@ -151,6 +199,11 @@ def _as_json(recipe: Recipe, rungs: list[Rung]) -> dict[str, Any]:
         | {
             "active_with_head": accounting.active_with_head_parameters(target.config),
             "matrices_only": accounting.matrices_only_parameters(target.config),
+            "memory_bytes": {
+                name: dataclasses.asdict(memory) | {"peak": memory.peak}
+                for name, on in (("cpu", False), ("accelerator", True))
+                for memory in [_estimate_memory(recipe, target, on_accelerator=on)]
+            },
         },
         "ladder": [rung.plan() for rung in rungs[:-1]],
         "ladder_share": ladder_share(recipe),

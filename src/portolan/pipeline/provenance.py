@@ -89,10 +89,12 @@ def build_attempt(
     config_digest: str,
     data_digest: str,
     text: str,
+    from_completed: int,
+    to_completed: int | None = None,
     end: str | None = None,
     evidence: tuple[str, ...] = (),
 ) -> Attempt:
-    """The record body of an attempt of this process."""
+    """The record body of an attempt of this process; steps count completed updates."""
     import os
 
     state, patch = tree_state()
@@ -103,6 +105,8 @@ def build_attempt(
         start=start,
         end=end,
         restored_from=restored_from,
+        from_completed=from_completed,
+        to_completed=to_completed,
         container_digest="not_stated",
         lock_digest=installed_digest(),
         code_commit=code_commit(),

@@ -26,7 +26,6 @@ class ProjectRecord:
     def __post_init__(self) -> None:
         """Open the journal, or start it."""
         self.journal = Journal.open_or_create(self.project.record, self.project.recipe.name)
-        self._starts: dict[tuple[str, int], tuple[str, str, str]] = {}
 
     def find(self, record_type: str, **fields: Any) -> list[Any]:
         """Records of a type whose body has these values, oldest first."""
@@ -122,6 +121,7 @@ class RunRecorder:
         self._open = {
             "start": now(),
             "restored_from": reference,
+            "from_completed": start,
             "config_digest": self.config_digest,
             "data_digest": self.data_digest,
         }
@@ -137,6 +137,7 @@ class RunRecorder:
             run_id,
             ordinal,
             text=f"attempt {ordinal} at {run_id} ends after {completed} updates: {reason}",
+            to_completed=completed,
             end=now(),
             evidence=(reason,),
             **self._open,

@@ -7,7 +7,15 @@ from typing import Any
 from portolan.canonical import digest, stringify_floats
 from portolan.console import RunReporter, say
 from portolan.files import read_json, write_json_atomic
+from portolan.pipeline.change_records import (
+    CHANGES_FILE,
+    conclude_changes,
+    planned_course,
+    record_course,
+    run_course,
+)
 from portolan.pipeline.corpus import Corpus
+from portolan.pipeline.course import Course
 from portolan.pipeline.plan import plan_width
 from portolan.pipeline.recorder import ProjectRecord, RunRecorder
 from portolan.project import Project
@@ -16,16 +24,25 @@ from portolan.scaling.ladder import Rung
 RUN_KEY_DIGITS = 8
 MIXTURE_FILE = "mixture.json"
 MAX_PERMANENT_CHECKPOINTS = 64
+RECORD_ROLES = {"target": "production", "rung": "trial", "ablation": "ablation"}
+"""What the record calls the role of a run."""
+ABLATION_EVALUATIONS = 4
+"""Evaluations of a run of an ablation, which is judged by its last one."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of the recipe: its id holds the digest of everything that changes its bytes."""
+    """A run of the recipe: its id holds the digest of everything that changes its bytes.
+
+    `order` is the plan whose mixture and epochs set the order of the data: its own, unless two
+    runs of different length must read the same.
+    """
 
     run_id: str
     role: str
     seed: int
     rung: Rung
+    order: Rung
     config_digest: str
 
     @property
@@ -38,14 +55,24 @@ def planned_runs(project: Project, corpus: Corpus) -> list[PlannedRun]:
     """All rungs by width and seed, then the target."""
     recipe = project.recipe
     runs = [
-        _planned(project, corpus, width, "rung", recipe.seed + offset)
+        plan_run(project, corpus, width, "rung", recipe.seed + offset)
         for width in recipe.ladder.widths
         for offset in range(recipe.ladder.seeds.get(str(width), 1))
     ]
-    return [*runs, _planned(project, corpus, recipe.model.width, "target", recipe.seed)]
+    return [*runs, plan_run(project, corpus, recipe.model.width, "target", recipe.seed)]
 
 
-def _planned(project: Project, corpus: Corpus, width: int, role: str, seed: int) -> PlannedRun:
+def plan_run(
+    project: Project,
+    corpus: Corpus,
+    width: int,
+    role: str,
+    seed: int,
+    *,
+    label: str = "",
+    order: Rung | None = None,
+) -> PlannedRun:
+    """One run of a width; its id starts with `label`, which is the role unless given."""
     recipe = project.recipe
     rung = plan_width(recipe, width)
     identity = {
@@ -63,9 +90,13 @@ def _planned(project: Project, corpus: Corpus, width: int, role: str, seed: int)
         "store": corpus.store_digest,
         "heldout": corpus.evaluation_digest,
     }
+    if order is not None and order.steps != rung.steps:
+        identity["order"] = order.plan()
+    if role == "target" and recipe.context.stages:
+        identity["context"] = recipe.context.model_dump(mode="json")
     key = digest(stringify_floats(identity))
-    run_id = f"{role}-d{width}-s{seed}-{key[:RUN_KEY_DIGITS]}"
-    return PlannedRun(run_id, role, seed, rung, key)
+    run_id = f"{label or role}-d{width}-s{seed}-{key[:RUN_KEY_DIGITS]}"
+    return PlannedRun(run_id, role, seed, rung, order or rung, key)
 
 
 def reference_tokens(project: Project) -> int:
@@ -117,46 +148,88 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
     if is_finished(project, run):
         record_finished(project, record, run)
         return False
-    from portolan.evals.perplexity import HeldOutEvaluator
     from portolan.train.loop import TrainingLoop
-    from portolan.train.state import resolve_compute_dtype
+    from portolan.train.programs import keep_programs
 
-    settings = run_settings(project, run)
-    write_json_atomic(folder / "run.json", describe(project, corpus, run))
-    corpus.mixture(run.rung).save(folder / MIXTURE_FILE)
-    role = "production" if run.is_target else "trial"
+    keep_programs()
     record.run(
         run.run_id,
-        role,
+        RECORD_ROLES[run.role],
         f"{run.role} of width {run.rung.width}, seed {run.seed}: {run.rung.steps} updates of "
         f"{run.rung.tokens_per_step} tokens",
     )
-    loader = corpus.loader(run.rung, run.seed, reference_tokens(project))
-    evaluator = HeldOutEvaluator(
-        corpus.evaluation_set,
-        run.rung.config,
-        batch_sequences=project.recipe.evaluation.batch_sequences,
-        compute_dtype=resolve_compute_dtype(settings.compute_dtype),
-    )
-    reporter = RunReporter(run.run_id, settings.steps)
+    record_course(project, record, run)
+    course = run_course(project, record, run)
+    settings = run_settings(project, run, course)
+    write_json_atomic(folder / "run.json", describe(project, corpus, run))
+    corpus.mixture(run.order, course).save(folder / MIXTURE_FILE)
+    pinned, by_length = build_evaluators(project, corpus, settings)
+    reporter = RunReporter(run.run_id, settings.num_updates)
     with reporter.open() as report:
         loop = TrainingLoop(
             settings,
             folder,
-            loader,
-            evaluator,
-            RunRecorder(record, run.config_digest, corpus.store_digest),
+            run_loader(project, corpus, run, course),
+            pinned,
+            RunRecorder(record, changed_digest(run, settings), corpus.store_digest),
             report,
             {"config_digest": run.config_digest, "data_digest": corpus.store_digest},
+            by_length,
         )
-        outcome = loop()
+        try:
+            outcome = loop()
+        finally:
+            for change, result in conclude_changes(project, record, run.run_id):
+                say(f"{run.run_id}: change from update {change.from_step} on: {result}")
     record_finished(project, record, run)
     macro = outcome.evaluation["eval_dropless/heldout/macro_loss"]
+    tokens = outcome.completed * run.rung.tokens_per_step
     say(
         f"{run.run_id}: macro loss {macro:.4f} nats per token after {outcome.completed} updates, "
-        f"{run.rung.tokens / outcome.train_seconds:,.0f} tokens/s"
+        f"{tokens / outcome.train_seconds:,.0f} tokens/s"
     )
     return True
+
+
+def run_loader(project: Project, corpus: Corpus, run: PlannedRun, course: Course) -> Any:
+    """Batches of a run; all but the target repeat their data as often as the target would."""
+    return corpus.loader(
+        run.order,
+        run.seed,
+        reference_tokens(project),
+        course=course,
+        simulate_epochs=not run.is_target,
+    )
+
+
+def build_evaluators(project: Project, corpus: Corpus, settings: Any) -> tuple[Any, dict]:
+    """The evaluation in rows of the first length, and where asked for those of later lengths."""
+    from portolan.evals.perplexity import METRIC_PREFIX, HeldOutEvaluator
+    from portolan.train.state import resolve_compute_dtype
+
+    recipe = project.recipe
+    dtype = resolve_compute_dtype(settings.compute_dtype)
+    batch = recipe.evaluation.batch_sequences
+    pinned = HeldOutEvaluator(
+        corpus.evaluation_set, settings.config, batch_sequences=batch, compute_dtype=dtype
+    )
+    by_length = {}
+    for stage in settings.stages if recipe.context.evaluate else ():
+        length = stage.config.sequence_length
+        by_length[length] = HeldOutEvaluator(
+            corpus.evaluation_rows(length),
+            stage.config,
+            batch_sequences=max(1, batch * settings.config.sequence_length // length),
+            compute_dtype=dtype,
+            prefix=f"{METRIC_PREFIX}_at_{length}",
+        )
+    return pinned, by_length
+
+
+def changed_digest(run: PlannedRun, settings: Any) -> str:
+    """Digest of what an attempt is told: the run's, unless something was changed since."""
+    changes = settings.history(settings.num_updates)
+    return digest([run.config_digest, changes]) if changes else run.config_digest
 
 
 def record_finished(project: Project, record: ProjectRecord, run: PlannedRun) -> None:
@@ -165,7 +238,8 @@ def record_finished(project: Project, record: ProjectRecord, run: PlannedRun) ->
     if record.find("artifact", kind="metrics", name=name):
         return
     folder = project.runs / run.run_id
-    names = ("run.json", MIXTURE_FILE, "finished.json")
+    names = ["run.json", MIXTURE_FILE, "finished.json"]
+    names += [CHANGES_FILE] if (folder / CHANGES_FILE).is_file() else []
     paths = [*(folder / "metrics").glob("*.parquet"), *(folder / name for name in names)]
     content = read_json(folder / "finished.json")["content_digest"]
     record.artifact(
@@ -178,13 +252,19 @@ def record_finished(project: Project, record: ProjectRecord, run: PlannedRun) ->
     record.sign()
 
 
-def run_settings(project: Project, run: PlannedRun) -> Any:
-    """What the training loop is told."""
+def run_settings(project: Project, run: PlannedRun, course: Course | None = None) -> Any:
+    """What the training loop is told; without a course, that of the recipe."""
     from portolan.optim.schedule import PeakRates
     from portolan.optim.settings import OptimizerSettings
-    from portolan.train.state import RunSettings, resolve_compute_dtype
+    from portolan.train.state import (
+        NUM_EVALUATION_MARKS,
+        RunSettings,
+        Stage,
+        resolve_compute_dtype,
+    )
 
     recipe, rung = project.recipe, run.rung
+    course = course or planned_course(project, run)
     peak = PeakRates(
         hyperball=rung.hyperball,
         adam=rung.adam,
@@ -198,12 +278,15 @@ def run_settings(project: Project, run: PlannedRun) -> Any:
         dtype = resolve_compute_dtype(recipe.train.compute_dtype).name
     optimizer = OptimizerSettings(
         hyperball_scope=recipe.optimizer.hyperball_scope,
+        matrix=recipe.optimizer.matrix,
+        gnorm=None if recipe.optimizer.gated_norm == "muonh" else recipe.optimizer.gated_norm,
         hyperball_radius=recipe.optimizer.hyperball_radius,
         momentum=recipe.optimizer.momentum,
         nesterov=recipe.optimizer.nesterov,
         ns_dtype=dtype,  # type: ignore[arg-type]
         gate_router_decay=recipe.optimizer.gate_router_decay,
         decay_start=recipe.optimizer.decay_start,
+        clip=recipe.optimizer.clip,
     ).with_law(peak)
     return RunSettings(
         run_id=run.run_id,
@@ -223,4 +306,19 @@ def run_settings(project: Project, run: PlannedRun) -> Any:
         temporary_checkpoint_seconds=recipe.train.temporary_checkpoint_seconds,
         permanent_checkpoint_steps=recipe.train.permanent_checkpoint_steps
         or (-(-rung.steps // MAX_PERMANENT_CHECKPOINTS) if run.is_target else rung.steps),
+        num_evaluations=ABLATION_EVALUATIONS if run.role == "ablation" else NUM_EVALUATION_MARKS,
+        stages=tuple(
+            Stage(
+                stage.start_step,
+                dataclasses.replace(
+                    rung.config,
+                    sequence_length=stage.sequence_length,
+                    qk_multiplier=stage.qk_multiplier,
+                ),
+                stage.batch_sequences,
+            )
+            for stage in course.stages[1:]
+        ),
+        horizon_events=course.horizons,
+        data_changes=course.data_changes(),
     )

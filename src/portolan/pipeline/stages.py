@@ -7,6 +7,7 @@ from typing import Any
 from portolan.console import say
 from portolan.errors import PortolanError
 from portolan.pipeline import forecasting
+from portolan.pipeline.claims import claim_headline
 from portolan.pipeline.corpus import Corpus, build_corpus, find_corpus
 from portolan.pipeline.plan import ladder_share
 from portolan.pipeline.recorder import ProjectRecord
@@ -75,6 +76,8 @@ def complete_record(project: Project) -> None:
     for run in planned_runs(project, corpus):
         if is_finished(project, run):
             record_finished(project, record, run)
+            if run.is_target:
+                claim_headline(project, record, run.run_id)
     record.sign()
 
 
@@ -132,7 +135,10 @@ def train_target(project: Project) -> None:
 def score(project: Project) -> None:
     """Score the registered forecast."""
     corpus = require_corpus(project)
-    result = forecasting.score_target(project, corpus, ProjectRecord(project))
+    record = ProjectRecord(project)
+    result = forecasting.score_target(project, corpus, record)
+    if claim_headline(project, record, planned_runs(project, corpus)[-1].run_id):
+        record.sign()
     if result is None:
         say("nothing to do: the score is up to date")
         return
@@ -141,9 +147,14 @@ def score(project: Project) -> None:
 
 def report(project: Project) -> None:
     """Build the page."""
+    from portolan.pipeline.reconcile import write_reconciliation
+    from portolan.pipeline.watching import leave_status
     from portolan.record.verify import verify_project
     from portolan.report.site import build_site
 
+    if ProjectRecord(project).find("run", role="production"):
+        write_reconciliation(project)
+        leave_status(project)
     say(f"page: {build_site(project.root, verify_project(project.root))}")
 
 
@@ -210,8 +221,9 @@ def summarize(project: Project) -> None:
         f"({100 * share['with_head']:.1f} % with head)"
     )
     for run in runs:
-        seconds = project.read("runs", run.run_id, "finished.json")["train_seconds"]
-        say(f"{run.run_id}: {run.rung.tokens / seconds:,.0f} tokens/s over {seconds:.0f} s")
+        done = project.read("runs", run.run_id, "finished.json")
+        seconds, tokens = done["train_seconds"], done["completed"] * run.rung.tokens_per_step
+        say(f"{run.run_id}: {tokens / seconds:,.0f} tokens/s over {seconds:.0f} s")
     say(f"page: {(project.site / 'index.html').resolve()}")
 
 

@@ -12,6 +12,7 @@ from portolan.errors import PortolanError
 from portolan.record.times import check_time
 
 MAX_LINE_BYTES = 16 << 20
+MAX_DEPTH = 64
 NO_LINE = "0" * 64
 
 _KEYS = {"body", "id", "prev", "seq", "supersedes", "time", "type", "v"}
@@ -64,6 +65,7 @@ def encode_line(
     time: str,
 ) -> tuple[Record, bytes]:
     """A record and its canonical line without the newline."""
+    _check_depth(body)
     return _encode(canonical, seq, prev, record_type, body, supersedes, time)
 
 
@@ -99,6 +101,9 @@ def _encode(
 def decode_line(line: bytes) -> Record:
     """Read one line and check all that it can prove alone; CanonicalError says what is wrong."""
     value = parse(line)
+    # Few lines have that many brackets at all; counting them costs nothing.
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
     if not isinstance(value, dict) or value.keys() != _KEYS:
         raise CanonicalError("its keys are not those of a journal line")
     body, supersedes, record_type = value["body"], value["supersedes"], value["type"]
@@ -212,6 +217,17 @@ def _content_id(record_type: str, body: bytes, supersedes: bytes) -> str:
         raise CanonicalError(f"the record type {record_type!r} is not lower-case letters")
     content = b'{"body":%b,"supersedes":%b,"type":"%b"}' % (body, supersedes, record_type.encode())
     return f"{record_type}:{hashlib.sha256(content).hexdigest()}"
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse nesting that functions which call themselves could not follow."""
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise CanonicalError(f"not accepted: it is nested more than {MAX_DEPTH} levels deep")
+        children = item.values() if isinstance(item, Mapping) else item
+        stack += [(child, depth + 1) for child in children if isinstance(child, Mapping | list)]
 
 
 def _is_json(line: bytes) -> bool:

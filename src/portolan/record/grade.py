@@ -1,18 +1,21 @@
 """How firmly a registration is shown to precede its runs: witnessed, chained or retrospective."""
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from portolan.files import read_json, write_json_atomic
+from portolan.canonical import CanonicalError, parse
+from portolan.files import write_json_atomic
 from portolan.record.chain import Record
 from portolan.record.times import check_time, parse_time
 
 Grade = Literal["witnessed", "chained", "retrospective"]
 
-_NAME = re.compile(r"(\d+)-([a-z0-9]+)\.json")
+MAX_RECEIPT_BYTES = 1 << 20
+_NAME = re.compile(r"(0|[1-9]\d{0,15})-([a-z0-9]+)\.json")
 
 
 @dataclass(frozen=True)
@@ -26,19 +29,43 @@ class Witness:
     receipt: str = "not_stated"
 
 
+def witness_path(folder: Path, seq: int, kind: str, suffix: str = ".json") -> Path:
+    """Place of a receipt, or of the outside party's own file beside it."""
+    return folder / "witness" / f"{seq}-{kind}{suffix}"
+
+
 def write_witness(folder: Path, witness: Witness) -> Path:
     """Store a receipt under witness/ in the record folder."""
     check_time(witness.time)
-    path = folder / "witness" / f"{witness.seq}-{witness.kind}.json"
-    write_json_atomic(path, vars(witness))
+    path = witness_path(folder, witness.seq, witness.kind)
+    write_json_atomic(path, asdict(witness))
     return path
 
 
 def read_witnesses(folder: Path) -> list[Witness]:
-    """All receipts of a record folder in the order of their lines."""
+    """All well-formed receipts of a record folder in the order of their lines.
+
+    They are statements, not yet proofs: see `record.witness.check_witnesses`.
+    """
     paths = [path for path in (folder / "witness").glob("*.json") if _NAME.fullmatch(path.name)]
-    found = [Witness(**read_json(path)) for path in paths]
+    found = [witness for path in paths if (witness := read_witness(path)) is not None]
     return sorted(found, key=lambda witness: (witness.seq, witness.kind))
+
+
+def read_witness(path: Path) -> Witness | None:
+    """One receipt, or None when it is not what its name says."""
+    match = _NAME.fullmatch(path.name)
+    if match is None or path.stat().st_size > MAX_RECEIPT_BYTES:
+        return None
+    with contextlib.suppress(CanonicalError, TypeError, ValueError):
+        witness = Witness(**parse(path.read_bytes()))
+        texts = (witness.kind, witness.time, witness.head, witness.receipt)
+        if not all(isinstance(text, str) for text in texts) or type(witness.seq) is not int:
+            return None
+        check_time(witness.time)
+        if (str(witness.seq), witness.kind) == match.groups():
+            return witness
+    return None
 
 
 def registration_grade(

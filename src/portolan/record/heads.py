@@ -9,6 +9,8 @@ from typing import Any
 from portolan.canonical import CanonicalError, parse
 from portolan.record.signing import BadSignature, Head, envelope_payload, verify_envelope
 
+MAX_HEAD_BYTES = 1 << 16
+
 _NAME = re.compile(r"(0|[1-9]\d*)\.dsse\.json")
 
 
@@ -45,6 +47,8 @@ def read_heads(folder: Path) -> list[HeadFile]:
 
 
 def _read_head(path: Path, seq: int) -> HeadFile:
+    if path.stat().st_size > MAX_HEAD_BYTES:
+        return HeadFile(seq, path, None, None)
     try:
         envelope = parse(path.read_bytes())
         head = Head.from_payload(envelope_payload(envelope))

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from portolan.canonical import canonical
 from portolan.errors import PortolanError, StorageError, UsageError
 from portolan.files import storage_errors, write_bytes_atomic
+from portolan.record.bases import NOT_STATED, registry_change, registry_digest
 from portolan.record.blobs import add_blob, read_blob
 from portolan.record.chain import (
     MAX_LINE_BYTES,
@@ -61,6 +62,7 @@ class Journal:
         self._reader = ChainReader()
         self._rules = Rules()
         self._keys: list[tuple[int, str]] = []
+        self._registry = NOT_STATED
 
     @classmethod
     def create(
@@ -85,7 +87,10 @@ class Journal:
             if not journal.key_path.exists():
                 SigningKey.generate().save(journal.key_path)
             public_key = SigningKey.load(journal.key_path).public_key
-        genesis = body or check_body("genesis", {"name": name, "key": public_key})
+        genesis = body or check_body(
+            "genesis",
+            {"name": name, "key": public_key, "basis_registry": registry_digest()},
+        )
         _, line = encode_line(0, NO_LINE, "genesis", genesis, (), time or now())
         write_bytes_atomic(journal.path, line + b"\n")
         journal._load()
@@ -99,6 +104,11 @@ class Journal:
         journal can be read up to there, `damage` says why, and `append` raises JournalDamaged.
         """
         journal = cls(folder, key_path, schema=schema)
+        if journal.path.is_symlink():
+            raise UsageError(
+                f"{journal.path} is a symbolic link: the lines would go somewhere else",
+                remedy="put the journal itself into the record folder",
+            )
         if not journal.path.is_file():
             raise UsageError(
                 f"there is no journal at {journal.path}",
@@ -157,7 +167,10 @@ class Journal:
             if identity in self._rules.ids:
                 return identity
             if self._schema:
-                for first_type, first in self._rules.check(record_type, value, supersedes):
+                before = self._rules.check(record_type, value, supersedes)
+                if self._registry != registry_digest():
+                    before.insert(0, ("change", registry_change(self._registry)))
+                for first_type, first in before:
                     self._write(file, first_type, check_body(first_type, first), (), moment)
             self._write(file, record_type, value, supersedes, moment)
         return identity
@@ -280,6 +293,8 @@ class Journal:
         self._rules.observe(record)
         if record.type in ("genesis", "key"):
             self._keys.append((record.seq, str(record.body.get("key", "none"))))
+        if record.type in ("genesis", "change"):
+            self._registry = str(record.body.get("basis_registry", self._registry))
 
     def _refuse(self, reason: str = "") -> None:
         self.damage = self.damage or reason

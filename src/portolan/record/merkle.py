@@ -9,25 +9,41 @@ def leaf_hash(data: bytes) -> bytes:
     return hashlib.sha256(b"\x00" + data).digest()
 
 
-def merkle_root(leaves: Iterable[bytes]) -> str:
-    """Root over the leaves in order as 64 hex digits; no leaves give SHA256 of nothing.
+class MerkleTree:
+    """A tree that grows leaf by leaf.
 
     Folding equal-sized subtrees as they complete yields the RFC 6962 split at the largest power
     of two below n, in memory of order log n.
     """
-    stack: list[tuple[int, bytes]] = []
-    for leaf in leaves:
-        size, node = 1, leaf_hash(leaf)
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[int, bytes]] = []
+
+    def add(self, data: bytes) -> None:
+        """Append a leaf."""
+        stack = self._stack
+        size, node = 1, leaf_hash(data)
         while stack and stack[-1][0] == size:
             left_size, left = stack.pop()
             size, node = size + left_size, _node_hash(left, node)
         stack.append((size, node))
-    if not stack:
-        return hashlib.sha256(b"").hexdigest()
-    node = stack.pop()[1]
-    while stack:
-        node = _node_hash(stack.pop()[1], node)
-    return node.hex()
+
+    def root(self) -> str:
+        """Root over the leaves so far as 64 hex digits; no leaves give SHA256 of nothing."""
+        if not self._stack:
+            return hashlib.sha256(b"").hexdigest()
+        *rest, (_, node) = self._stack
+        for _, left in reversed(rest):
+            node = _node_hash(left, node)
+        return node.hex()
+
+
+def merkle_root(leaves: Iterable[bytes]) -> str:
+    """Root over the leaves in order as 64 hex digits; no leaves give SHA256 of nothing."""
+    tree = MerkleTree()
+    for leaf in leaves:
+        tree.add(leaf)
+    return tree.root()
 
 
 def _node_hash(left: bytes, right: bytes) -> bytes:

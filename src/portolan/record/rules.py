@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from portolan.record.chain import Record
+from portolan.record.completeness import can_support
 from portolan.record.schema import ID_PATTERN, SchemaError
 
 BLOB_PREFIX = "sha256:"
@@ -40,6 +41,7 @@ class Rules:
     attempts: dict[tuple[str, int], str] = field(default_factory=dict)
     last_ordinal: dict[str, int] = field(default_factory=dict)
     causes: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    statements: dict[str, str] = field(default_factory=dict)
 
     def observe(self, record: Record) -> None:
         """Take a record of the journal into account."""
@@ -55,6 +57,9 @@ class Rules:
         elif record.type == "event" and isinstance(body.get("cause"), Mapping):
             evidence = tuple(str(item) for item in body.get("evidence", ()))
             self.causes[record.id] = (str(body["cause"].get("status")), evidence)
+        elif record.type == "claim":
+            words = (str(body.get(name, "")) for name in ("statement", "predicate"))
+            self.statements[record.id] = " ".join(words)
 
     def check(
         self, record_type: str, body: Mapping[str, Any], supersedes: Sequence[str]
@@ -80,6 +85,8 @@ class Rules:
             )
         elif record_type == "event":
             self._check_cause(body, supersedes)
+        elif record_type == "evidence":
+            self._check_evidence(body)
         return []
 
     def _check_references(
@@ -127,10 +134,26 @@ class Rules:
         status = (body.get("cause") or {}).get("status")
         for earlier in supersedes:
             before = self.causes.get(earlier)
-            if before is None or status in (None, before[0]):
+            if before is None or status == before[0]:
                 continue
+            if status is None:
+                raise SchemaError(
+                    f"the cause of {earlier} would vanish",
+                    remedy="repeat it, or give it the status withdrawn with the new evidence",
+                )
             if not set(body.get("evidence", ())) - set(before[1]):
                 raise SchemaError(
                     f"the cause moves from {before[0]} to {status} without new evidence",
                     remedy="cite the evidence that changed the diagnosis",
+                )
+
+    def _check_evidence(self, body: Mapping[str, Any]) -> None:
+        if body["relation"] != "supports":
+            return
+        for claim in body.get("refs", ()):
+            statement = self.statements.get(claim, "")
+            if not can_support(statement, body["completeness"]):
+                raise SchemaError(
+                    f"{body['completeness']} evidence cannot support {statement.strip()!r}",
+                    remedy="fetch the full series, or record the evidence as context",
                 )

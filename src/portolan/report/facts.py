@@ -6,6 +6,9 @@ A field that the project folder does not answer is None (or empty), never zero.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from portolan.report.health import Health
+from portolan.report.moments import Observed
+
 LEVELS = (50, 80, 95)
 """Central intervals that the page shows, in per cent."""
 FINAL_MARK = "1.00"
@@ -232,6 +235,14 @@ class Entry:
         return self.id.rpartition(":")[2][:10]
 
 
+class Claim(NamedTuple):
+    """A published number, and how it stands to the figure it was compared with."""
+
+    statement: str
+    verdict: str
+    against: str
+
+
 @dataclass(frozen=True)
 class Verification:
     """Result of checking the record: `state` is the verifier's word, e.g. `ok`."""
@@ -256,7 +267,11 @@ class Project:
     order_grade: str = ""
     num_witnesses: int = 0
     verification: Verification | None = None
+    claims: tuple[Claim, ...] = ()
     problems: tuple[str, ...] = ()
+    has_ablation: bool = False
+    observed: Observed = field(default_factory=Observed)
+    health: Health | None = None
 
     @property
     def target(self) -> Run | None:

@@ -158,7 +158,7 @@ def _mark_table(project: Project, key: str) -> Table | None:
         return None
     measured = {round(f, 2): v for f, v in charts.fractions(target, key)} if target else {}
     hidden = "void" if project.score and project.score.is_void else MISSING
-    bands = dict(project.score.bands) if project.score else {}
+    bands = dict(project.score.bands if project.score else _live_bands(project))
     rows = []
     for row in charts.forecast_rows(forecast):
         mark, value = round(row["f"], 2), measured.get(round(row["f"], 2))
@@ -176,6 +176,12 @@ def _mark_table(project: Project, key: str) -> Table | None:
     columns = ("Run", "Median", *(f"{level} % interval" for level in LEVELS), "Measured",
                "Difference", "Band")  # fmt: skip
     return Table("Forecast and measurement at each mark, nats per token", columns, tuple(rows))
+
+
+def _live_bands(project: Project) -> tuple[tuple[float, str], ...]:
+    """Band of each evaluation so far, by `portolan watch`."""
+    found = project.health.bands if project.health else ()
+    return tuple((round(mark, 2), word.partition(":")[0]) for mark, word in found)
 
 
 def ladder_figures(project: Project) -> tuple[Figure, ...]:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from portolan.accounting import active_parameters, total_parameters, training_flops
 from portolan.errors import PortolanError
+from portolan.record.verdicts import VERDICTS
 from portolan.report import journal
 from portolan.report.facts import (
+    Claim,
     Corpus,
     Forecast,
     Law,
@@ -21,9 +23,11 @@ from portolan.report.facts import (
     Score,
     Source,
 )
-from portolan.report.series import NO_SERIES, read_series
+from portolan.report.health import read_health
+from portolan.report.moments import read_observed
+from portolan.report.series import NO_SERIES, SERIES_PREFIXES, read_series
 from portolan.report.values import as_count, as_number, as_text, first
-from portolan.shapes import ModelConfig
+from portolan.shapes import config_from_json
 
 if TYPE_CHECKING:
     from portolan.record.verify import Report
@@ -75,13 +79,18 @@ def read_project(root: Path, verification: "Report | None" = None) -> Project:
     root = root.resolve()
     folder, record = Folder(root), root / "record"
     run_files = sorted((root / "runs").glob("*/run.json"))
-    runs = sorted((_run(folder, path) for path in run_files), key=_run_order)
+    # Those of an ablation are many, and have a page of their own.
+    shown = (path for path in run_files if folder.json(path).get("role") != "ablation")
+    runs = sorted((_run(folder, path) for path in shown), key=_run_order)
     records = folder.guard(record, journal.read_records, [])
     forecasts = [_forecast(folder, path) for path in sorted((root / "forecasts").glob("*.json"))]
     seq_of = {entry.id: entry.seq for entry in records}
     forecasts.sort(key=lambda f: (seq_of.get(f.id, -1), f.made_at, f.id))
     newest = forecasts[-1].id if forecasts else ""
     target = next((run for run in runs if run.role == "target"), None)
+    observed = read_observed(records)
+    if observed.problem:
+        folder.problems.append(f"The lineages contradict each other: {observed.problem}")
     return Project(
         name=journal.project_name(records) or root.name,
         corpus=_corpus(folder.json(root / "corpus" / "summary.json")),
@@ -92,8 +101,41 @@ def read_project(root: Path, verification: "Report | None" = None) -> Project:
         order_grade=folder.guard(record, lambda p: journal.order_grade(p, records, newest), ""),
         num_witnesses=folder.guard(record, journal.count_witnesses, 0),
         verification=folder.guard(record, lambda p: journal.check(p, verification), None),
-        problems=tuple(folder.problems),
+        claims=tuple(_claims(folder.json(root / "site" / "reconciliation.json"))),
+        problems=tuple(dict.fromkeys(folder.problems)),
+        has_ablation=(root / "site" / "ablation.html").is_file(),
+        observed=observed,
+        health=read_health(folder.json(root / "runs" / target.id / "status.json"))
+        if target
+        else None,
     )
+
+
+def _claims(facts: Mapping[str, Any]) -> list[Claim]:
+    """Claims with their worst verdict, from the data that `portolan reconcile` leaves."""
+    found: dict[str, Claim] = {}
+    for case in _rows(facts.get("cases")):
+        figures = {as_text(row.get("id")): row for row in _rows(case.get("figures"))}
+        for finding in _rows(case.get("findings")):
+            left = figures.get(as_text(finding.get("left")), {})
+            right = figures.get(as_text(finding.get("right")), {})
+            if left.get("layer") != "claimed":
+                continue
+            derived = right.get("layer") == "derived"
+            against = as_text(right.get("arithmetic" if derived else "source"))
+            name, verdict = as_text(left.get("name")), as_text(finding.get("verdict"))
+            claim = Claim(name, verdict, against)
+            before = found.get(as_text(left.get("id")), claim)
+            found[as_text(left.get("id"))] = claim._replace(
+                verdict=max(before.verdict, claim.verdict, key=_severity),
+                against=claim.against if before == claim else f"{before.against}; {claim.against}",
+            )
+    return list(found.values())
+
+
+def _severity(verdict: str) -> int:
+    """Place in the order of verdicts; an unknown word is the worst."""
+    return VERDICTS.index(verdict) if verdict in VERDICTS else len(VERDICTS)
 
 
 def _run_order(run: Run) -> tuple[bool, int, int, str]:
@@ -147,7 +189,8 @@ def _run(folder: Folder, path: Path) -> Run:
     facts = folder.json(path)
     plan, model = _table(facts.get("plan")), _table(facts.get("model"))
     num_steps, tokens = as_count(plan.get("steps")), as_count(plan.get("tokens"))
-    metrics = folder.guard(path.parent, lambda p: read_series(p, num_steps), NO_SERIES)
+    prefixes = ("",) if facts.get("role") == "imported" else SERIES_PREFIXES
+    metrics = folder.guard(path.parent, lambda p: read_series(p, num_steps, prefixes), NO_SERIES)
     return Run(
         id=as_text(facts.get("id")) or path.parent.name,
         role=as_text(facts.get("role")) or "other",
@@ -174,13 +217,9 @@ def _counts(
     model: Mapping[str, Any], plan: Mapping[str, Any], tokens: int | None
 ) -> dict[str, Any]:
     """Parameters and compute from the shape; from the plan when the shape is incomplete."""
-    # The project writes a number that is not whole as a decimal string.
-    fields: dict[str, Any] = {
-        name: as_number(value) if isinstance(value, str) else value for name, value in model.items()
-    }
     try:
-        shape = ModelConfig(**fields)
-    except (TypeError, PortolanError):
+        shape = config_from_json(model)
+    except (TypeError, ValueError, PortolanError):
         return {
             "total_parameters": as_count(plan.get("total_params")),
             "active_parameters": as_count(plan.get("active_params")),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portolan.record.chain import ChainFault, ChainReader, Record
 from portolan.record.grade import read_witnesses, registration_grade
 from portolan.record.verify import verify_journal
+from portolan.record.witness import check_witnesses, default_roots, independent_witnesses
 from portolan.report.facts import Entry, Verification
 from portolan.report.values import as_text, first
 
@@ -49,9 +50,11 @@ def order_grade(folder: Path, records: Sequence[Record], forecast_id: str) -> st
     registrations = [record for record in records if record.type == "registration"]
     if not registrations:
         return ""
+    hashes = {record.seq: record.line_hash for record in records}
+    checked = check_witnesses(folder, records[0].line_hash, hashes, default_roots(folder))
     named = [r for r in registrations if forecast_id in (r.body.get("forecasts") or ())]
     chosen = (named or registrations)[-1]
-    return registration_grade(records, chosen.id, witnesses=read_witnesses(folder))
+    return registration_grade(records, chosen.id, witnesses=independent_witnesses(checked))
 
 
 def count_witnesses(folder: Path) -> int:

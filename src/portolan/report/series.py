@@ -5,6 +5,7 @@ norms of leaves are combined into a few groups (root of the sum of squares).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,13 @@ def leaf_group(path: str) -> str:
     return "other"
 
 
-def read_series(run_folder: Path, num_steps: int | None) -> RunSeries:
-    """Read and condense the metrics of a run; empty when it has none yet."""
+def read_series(
+    run_folder: Path, num_steps: int | None, prefixes: Sequence[str] = SERIES_PREFIXES
+) -> RunSeries:
+    """Read and condense the metrics of a run; empty when it has none yet.
+
+    Of the series only those are kept whose key begins with one of `prefixes`.
+    """
     has_segments = any((run_folder / "metrics").glob("*.parquet"))
     if not has_segments and not (run_folder / "metrics.jsonl").is_file():
         return NO_SERIES
@@ -84,7 +90,7 @@ def read_series(run_folder: Path, num_steps: int | None) -> RunSeries:
     completed = int(frame["completed"].cast(pl.Int64).max() or 0)  # type: ignore[arg-type]
     seconds = frame.filter(pl.col("key") == "throughput/step_seconds")["value"]
     rows = max(num_steps or 0, completed)
-    drawn = pl.any_horizontal(pl.col("key").str.starts_with(p) for p in SERIES_PREFIXES)
+    drawn = pl.any_horizontal(pl.col("key").str.starts_with(p) for p in prefixes)
     parts = [frame.filter(drawn), *(_grouped_norms(frame, kind) for kind in NORM_KINDS)]
     return RunSeries(
         completed=completed,

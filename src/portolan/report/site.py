@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import portolan
 from portolan.errors import UsageError
 from portolan.files import write_bytes_atomic
-from portolan.report import figures, tables, words
+from portolan.record.visible import visible
+from portolan.report import figures, health_tables, observed, tables, words
 from portolan.report.facts import Project
 from portolan.report.figures import Figure, Table
 from portolan.report.gather import read_project
@@ -84,24 +85,16 @@ def build_site(project_folder: Path, verification: "Report | None" = None) -> Pa
 
 def render(project: Project) -> str:
     """The HTML of the page; the same project gives the same bytes."""
-    import jinja2
     from altair.utils.schemapi import debug_mode
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     # Checking each part of each chart against the schema takes longer than all the rest.
     with debug_mode(False):
         strip = figures.strip_figure(project)
         sections = _sections(project)
-        drawn = [*([strip] if strip else []), *(f for part in sections for f in part.figures)]
-        specifications = {figure.id: specification(figure) for figure in drawn}
-    script = _script() if drawn else ""
-    return environment.get_template("page.html").render(
+    drawn = [*([strip] if strip else []), *(f for part in sections for f in part.figures)]
+    return render_template(
+        "page.html",
+        drawn,
         project=project,
         headline=words.headline(project),
         steps=words.steps(project),
@@ -112,31 +105,71 @@ def render(project: Project) -> str:
         limits=words.LIMITS,
         glossary=words.GLOSSARY,
         contents=_contents(sections),
+    )
+
+
+def render_template(name: str, drawn: Sequence[Figure], **values: Any) -> str:
+    """The HTML of a template that has these figures, with style, charts and script inside."""
+    import jinja2
+    from altair.utils.schemapi import debug_mode
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_readable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    with debug_mode(False):
+        specifications = {figure.id: specification(figure) for figure in drawn}
+    script = _script() if drawn else ""
+    return environment.get_template(name).render(
         charts_json=_inline_json(specifications),
         script=script,
         script_digest=_source_digest(script),
         light=css_variables("light"),
         dark=css_variables("dark"),
         version=portolan.__version__,
+        **values,
     )
+
+
+def _readable(value: Any) -> Any:
+    """Text whose control and bidirectional characters are shown as code points; markup as it is."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    return "\n".join(visible(line) for line in value.split("\n"))
 
 
 def _sections(project: Project) -> tuple[Section, ...]:
     """Sections with charts and tables, in reading order; empty ones are left out."""
     run = figures.observed_run(project)
-    observed = f"Routing, norms and rates are those of {run.role} {run.label}." if run else ""
+    routing = f"Routing, norms and rates are those of {run.role} {run.label}." if run else ""
     cost, score = tables.cost_table(project), tables.score_table(project)
+    claims = tables.claims_table(project)
+    moments, evidence = observed.moment_table(project), observed.evidence_table(project)
     corpus = project.corpus
     sections = (
         Section("forecast", "Forecast", _forecast_intro(project),
                 figures.forecast_figures(project), (score,) if score else ()),
+        Section("health", "Status", health_tables.introduction(project), (),
+                health_tables.tables(project)),
         Section("ladder", "Ladder",
                 "Small models of the same recipe, extended to the compute of the target.",
                 figures.ladder_figures(project)),
         Section("domains", "Domains", "Held-out text by kind. The macro loss is the plain mean of "
                 "these domains.", figures.domain_figures(project)),
-        Section("training", "Inside the training", observed, figures.training_figures(project)),
+        Section("training", "Inside the training", routing, figures.training_figures(project)),
+        Section("lineage", "Lineage", "Which run trained which updates, and what happened on the "
+                "way.", (*observed.lineage_figures(project), *observed.series_figures(project)),
+                (moments,) if moments else ()),
         Section("cost", "Cost", "", (), (cost,) if cost else ()),
+        Section("claims", "Claims", "Every published number, beside the file or the formula that "
+                "it was compared with.", (), (claims,) if claims else ()),
+        Section("evidence", "Evidence", "What the statements of the record rest on. Sampled or "
+                "truncated evidence says nothing about extremes.", (),
+                (evidence,) if evidence else ()),
         Section("corpus", "Corpus", "What the models read.", (),
                 tables.corpus_tables(corpus) if corpus else ()),
     )  # fmt: skip

@@ -26,11 +26,12 @@ MAX_ENTRIES = 400
 
 def cost_table(project: Project) -> Table | None:
     """What each run cost and brought; the ladder in sum at the end."""
-    if not project.runs:
+    own = [run for run in project.runs if run.role != "imported"]
+    if not own:
         return None
     target = project.target
     total = target.flops if target else None
-    rows = [_cost_row(run, total, metric_of_record(project)) for run in project.runs]
+    rows = [_cost_row(run, total, metric_of_record(project)) for run in own]
     seconds = [run.train_seconds for run in project.rungs]
     if project.rungs:
         rows.append(
@@ -198,6 +199,18 @@ def _marks(corpus: Corpus) -> str:
 
 def _nats(value: float | None) -> str:
     return "" if value is None else f"{loss(value)} nats per token"
+
+
+def claims_table(project: Project) -> Table | None:
+    """What the project claims in numbers, and what each number agrees with."""
+    if not project.claims:
+        return None
+    rows = tuple(
+        (claim.statement, claim.verdict.replace("_", " "), claim.against or MISSING)
+        for claim in project.claims
+    )
+    columns = ("Claim", "Verdict", "Compared with")
+    return Table("Published numbers and what they were compared with", columns, rows, wraps=True)
 
 
 # ---------------------------------------------------------------- record

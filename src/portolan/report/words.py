@@ -129,7 +129,9 @@ def ladder_share(project: Project) -> float | None:
 
 
 def steps(project: Project) -> tuple[Step, ...]:
-    """Stages in order, each with where it stands."""
+    """Stages in order, each with where it stands; none for runs that others trained."""
+    if project.runs and all(run.role == "imported" for run in project.runs):
+        return ()
     rungs, target = project.rungs, project.target
     finished = sum(run.finished for run in rungs)
     ladder_done = (bool(rungs) and finished == len(rungs)) or project.forecast is not None
@@ -239,6 +241,12 @@ def _headline_before(project: Project) -> Headline:
         sentence = (
             "The text is curated and tokenised; no model is trained yet. Next come the small "
             "models of the ladder, which give a forecast for the large one."
+        )
+    elif imported := [run for run in project.runs if run.role == "imported"]:
+        status = "Observed"
+        sentence = (
+            f"{plural(len(imported), 'run')} of another tracker, as it was recorded there. What "
+            "is shown is what the source gave; Portolan did not train it."
         )
     else:
         status, sentence = "Empty", "This project has neither a corpus nor a run yet."

@@ -18,6 +18,8 @@ PUBLIC_TAIL_CONSTANT = 0.005
 """Nats added to the extrapolated line of a truncated rung."""
 RELATIVE_ASYMPTOTE = 0.55
 """Asymptote over the best final rung loss, where no public asymptote exists."""
+SENSITIVITY_ASYMPTOTES = (0.0, 0.5, 1.0, 1.2, 1.3, 1.4, 1.45, 1.5, 1.55, 1.6, 1.7, 1.8)
+SENSITIVITY_TAILS = (0.0, 0.0032, 0.005, 0.01)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,24 @@ def forecast_baseline(
     return BaselineForecast(
         tuple(marks), tuple(laws), tuple(values), tuple(ranges), tuple(warnings)
     )
+
+
+def sensitivity_table(
+    curves: Sequence[WidthCurve],
+    target_flops: float,
+    *,
+    asymptotes: Sequence[float] = SENSITIVITY_ASYMPTOTES,
+    tail_constants: Sequence[float] = SENSITIVITY_TAILS,
+) -> list[tuple[str, PowerLaw, float]]:
+    """(what was changed, final law, final forecast) for other asymptotes and tail constants."""
+    rows = []
+    for asymptote in asymptotes:
+        found = forecast_baseline(curves, target_flops, asymptote=asymptote)
+        rows.append((f"E = {asymptote:g}", found.laws[-1], found.values[-1]))
+    for constant in tail_constants:
+        found = forecast_baseline(curves, target_flops, tail_constant=constant)
+        rows.append((f"tail constant {constant:g}", found.laws[-1], found.values[-1]))
+    return rows
 
 
 def _leave_one_out(

@@ -1,7 +1,8 @@
-"""Forecast of a target's evaluations from its rungs: F1 quantiles beside the F0 baseline."""
+"""Forecast of a target's evaluations from its rungs: F2 or F1 quantiles beside the F0 baseline."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,11 +24,15 @@ from portolan.scaling.curves import (
     mark_label,
     pooled_seed_sd,
 )
+from portolan.scaling.domains import SummedMacro, sum_domains
+from portolan.scaling.f2 import CurveForecast, PublicLaw, forecast_curves
+from portolan.scaling.f2_record import f2_parameters, f2_warnings
 from portolan.scaling.interval import (
     LEVEL_LABELS,
     LEVELS,
     NOISE,
     PUBLIC_RULE,
+    RELATIVE_MEAN,
     TAIL_CONSTANT,
     TAIL_NOISE,
     AsymptoteRule,
@@ -35,34 +40,48 @@ from portolan.scaling.interval import (
     relative_rule,
 )
 from portolan.scaling.ladder import MIN_FORECAST_STEPS, NUM_MARKS
+from portolan.scaling.learnt import excluded_suites, learnt_prior
 
 AsymptoteName = Literal["relative", "public"]
+MethodName = Literal["F1", "F2"]
 
-METHOD_NAME = "F1"
 MACRO_LOSS = "macro_loss"
 """Ending of the name of the metric of record."""
+MICRO_LOSS, MICRO_NOISE = "micro_loss", 0.002
+"""Ending of the name, and noise in nats, of the token-weighted loss."""
 MIN_RUNGS = 3
 LOSS_DIGITS = 6
 """Decimals kept in a record: a millionth of a nat, far below any noise."""
 FLAGS = ("family", "tokens_per_active_param", "lr_capped", "beta2_guard")
+RATIO_FLAG = "tokens_per_active_param"
+"""F2 has a term for it; F0 and F1 use the rungs of the target's ratio only."""
+OWN_SUITES = {"ladder": ("marin",)}
+"""Suites from which a forecast of a family of rungs may learn nothing."""
+DOMAIN_RATIO = (0.62, 0.08)
+"""Asymptote of one domain over its loss on the best rung, beside the public macro asymptote."""
 
 
 @dataclass(frozen=True)
 class MetricForecast:
     """Forecast of one metric: arrays over `marks` (1..20), quantiles of shape [marks, 13].
 
-    `noise` is the standard deviation of one evaluation of one seed used at each mark.
+    `baseline` is F0 at `baseline_marks`; `noise` is the standard deviation of one evaluation of
+    one seed that F1 used at each of them. Under F2, `curve` holds all that it says and
+    `reference` the final quantiles of F1.
     """
 
     metric: str
     marks: tuple[int, ...]
     quantiles: np.ndarray
+    baseline_marks: tuple[int, ...]
     baseline: tuple[float, ...]
     law: PowerLaw
     rule: AsymptoteRule
     asymptote_mean: float
     asymptote_sd: float
     noise: tuple[float, ...]
+    curve: CurveForecast | None = None
+    reference: np.ndarray | None = None
 
     def quantile(self, level: float, mark: int = NUM_MARKS) -> float:
         """One quantile at one mark."""
@@ -76,14 +95,19 @@ class MetricForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All metrics of one target; `headline` names the metric of record."""
+    """All metrics of one target; `headline` names the metric of record.
 
+    `summed_macro` is the mean of the forecasts of its domains, None where they are not all known.
+    """
+
+    method: MethodName
     target: TargetPlan
     headline: str
     metrics: dict[str, MetricForecast]
     inputs: tuple[dict[str, Any], ...]
     parameters: dict[str, Any]
     warnings: tuple[str, ...]
+    summed_macro: SummedMacro | None = None
 
     def quantiles_record(self) -> dict[str, dict[str, dict[str, float]]]:
         """`{metric: {mark: {level: value}}}`, values rounded to a millionth."""
@@ -105,7 +129,7 @@ class Forecast:
             "metric": self.headline,
             "F0": {
                 mark_label(mark): round(value, LOSS_DIGITS)
-                for mark, value in zip(forecast.marks, forecast.baseline, strict=True)
+                for mark, value in zip(forecast.baseline_marks, forecast.baseline, strict=True)
             },
             "A": forecast.law.coefficient,
             "alpha": forecast.law.exponent,
@@ -117,26 +141,30 @@ def forecast_ladder(
     rungs: Sequence[RungCurve],
     target: TargetPlan,
     *,
+    method: MethodName = "F2",
     asymptote: AsymptoteName = "relative",
     metrics: Sequence[str] | None = None,
     headline: str | None = None,
     min_rungs: int = MIN_RUNGS,
+    live: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> Forecast:
     """Forecast every metric of the target at every 5 % mark; deterministic.
 
     Args:
-        rungs: finished or truncated rungs; repeated widths are seeds and are averaged.
+        rungs: finished or truncated rungs; repeated widths are seeds.
+        method: `F2`, or `F1` mark by mark.
         asymptote: `public` gives the macro loss the prior of the public family (1.5 nats);
             every other metric, and every metric under `relative`, has it near 0.60 of its best
             final rung value.
         metrics: names to forecast; by default all losses that every rung has.
         headline: metric of record; by default the one whose name ends in `macro_loss`.
         min_rungs: distinct widths needed; 2 only to register a rung from smaller ones.
+        live: per metric, (fraction, value) of evaluations of the target already made, for F2.
 
     Raises:
         UsageError: too few rungs, a run shorter than 20 steps, or runs of different recipes.
     """
-    _check_runs(rungs, target, min_rungs)
+    _check_runs(rungs, target, min_rungs, method)
     names, warnings = _choose_metrics(rungs, metrics)
     headline = headline or next((n for n in names if n.endswith(MACRO_LOSS)), names[0])
     if headline not in names:
@@ -148,21 +176,81 @@ def forecast_ladder(
     results = {}
     for name in names:
         rule = "public" if asymptote == "public" and name.endswith(MACRO_LOSS) else "relative"
-        results[name], notes = _forecast_metric(rungs, target, name, rule)
+        results[name], notes = _forecast_metric(rungs, target, name, rule, method)
         warnings += [f"{name}: {note}" for note in notes]
+    summed = None
+    if method == "F2":
+        results = _with_curves(rungs, target, results, headline, asymptote, live or {})
+        curves = {name: item.curve for name, item in results.items() if item.curve}
+        summed = sum_domains(curves, headline, rungs)
+        warnings += f2_warnings(curves[headline], summed)
     return Forecast(
+        method=method,
         target=target,
         headline=headline,
         metrics=results,
         inputs=tuple(_input_record(rung, headline) for rung in rungs),
-        parameters=_parameters(results[headline]),
+        parameters=_parameters(results[headline], rungs[0].family, summed),
         warnings=tuple(warnings),
+        summed_macro=summed,
     )
 
 
-def _check_runs(rungs: Sequence[RungCurve], target: TargetPlan, min_rungs: int) -> None:
+def _with_curves(
+    rungs: Sequence[RungCurve],
+    target: TargetPlan,
+    results: dict[str, MetricForecast],
+    headline: str,
+    asymptote: AsymptoteName,
+    live: Mapping[str, Sequence[tuple[float, float]]],
+) -> dict[str, MetricForecast]:
+    """F2 in the place of F1 for every metric; the metric of record at full resolution."""
+    learnt = learnt_prior(excluded_suites(OWN_SUITES.get(rungs[0].family, ())))
+    upgraded = {}
+    for name in sorted(results, key=lambda name: name != headline):
+        reference = results[name]
+        law: Any = learnt
+        if asymptote == "public" and name == headline:
+            law = PublicLaw()
+        elif asymptote == "public":
+            best = reference.rule.mean / RELATIVE_MEAN
+            slope = upgraded[headline].curve.shapes
+            law = PublicLaw(
+                asymptote=(DOMAIN_RATIO[0] * best, DOMAIN_RATIO[1] * best),
+                slope=(_law_slope(slope), PublicLaw().slope[1]),
+            )
+        curve = forecast_curves(
+            rungs,
+            target,
+            name,
+            law,
+            live=live.get(name, ()),
+            noise=MICRO_NOISE if name.endswith(MICRO_LOSS) else NOISE,
+            coarse=name != headline,
+        )
+        upgraded[name] = dataclasses.replace(
+            reference,
+            marks=tuple(range(1, NUM_MARKS + 1)),
+            quantiles=curve.quantiles,
+            curve=curve,
+            reference=reference.quantiles[-1],
+        )
+    return {name: upgraded[name] for name in results}
+
+
+def _law_slope(shapes: Mapping[Any, Any]) -> float:
+    """Posterior mean of the exponent over the shapes."""
+    total = sum(shape.weight for shape in shapes.values())
+    return sum(shape.weight * shape.moments["slope"][0] for shape in shapes.values()) / total
+
+
+def _check_runs(
+    rungs: Sequence[RungCurve], target: TargetPlan, min_rungs: int, method: MethodName
+) -> None:
     """Refuse ladders that no forecast should be made from."""
-    widths = sorted({rung.width for rung in rungs})
+    alike = [r for r in rungs if r.tokens_per_active_param == target.tokens_per_active_param]
+    varied = method == "F2" and len({r.tokens_per_active_param for r in rungs}) > 1
+    widths = sorted({rung.width for rung in (alike if varied else rungs)})
     if len(widths) < max(2, min_rungs):
         raise UsageError(
             f"a forecast needs rungs of at least {max(2, min_rungs)} widths, got {widths}",
@@ -176,7 +264,8 @@ def _check_runs(rungs: Sequence[RungCurve], target: TargetPlan, min_rungs: int) 
                 remedy="raise budget.tokens_per_active_param or lower the batch",
             )
         for flag in FLAGS:
-            if getattr(run, flag) != getattr(rungs[0], flag):
+            allowed = varied and flag == RATIO_FLAG
+            if not allowed and getattr(run, flag) != getattr(rungs[0], flag):
                 raise UsageError(
                     f"{run.run_id} has {flag} = {getattr(run, flag)!r}, {rungs[0].run_id} has "
                     f"{getattr(rungs[0], flag)!r}: they follow different laws",
@@ -233,16 +322,17 @@ def _ladder_warnings(
 
 
 def _forecast_metric(
-    rungs: Sequence[RungCurve], target: TargetPlan, metric: str, rule_name: AsymptoteName
+    rungs: Sequence[RungCurve],
+    target: TargetPlan,
+    metric: str,
+    rule_name: AsymptoteName,
+    method: MethodName,
 ) -> tuple[MetricForecast, list[str]]:
-    """F0 and F1 of one metric at every mark that all widths have."""
-    curves = by_width(rungs, metric)
-    if incomplete := [curve.width for curve in curves if not curve.has(NUM_MARKS)]:
-        raise UsageError(
-            f"the rung of width {incomplete[0]} has no final {metric} and lacks the marks from "
-            "60 to 80 % that would extend it",
-            remedy="finish the rung, or leave its width out",
-        )
+    """F0 and F1 of one metric at every mark that all widths have.
+
+    Beside F2 they leave out rungs of another ratio, and those cut too early to be extended.
+    """
+    curves, left_out = _law_curves(rungs, target, metric, method)
     best_final = min(curve.value(NUM_MARKS, TAIL_CONSTANT) for curve in curves)
     public = rule_name == "public"
     baseline = forecast_baseline(
@@ -271,6 +361,7 @@ def _forecast_metric(
         metric=metric,
         marks=baseline.marks,
         quantiles=np.array(rows),
+        baseline_marks=baseline.marks,
         baseline=baseline.values,
         law=baseline.laws[-1],
         rule=rule,
@@ -278,7 +369,25 @@ def _forecast_metric(
         asymptote_sd=predictive.asymptote_sd,
         noise=tuple(noises),
     )
-    return forecast, [*baseline.warnings, *_curve_warnings(curves, forecast)]
+    return forecast, [*baseline.warnings, *_curve_warnings(curves, forecast), *left_out]
+
+
+def _law_curves(
+    rungs: Sequence[RungCurve], target: TargetPlan, metric: str, method: MethodName
+) -> tuple[list[WidthCurve], list[str]]:
+    """Curves by width that F0 and F1 can use, and warnings of those that they leave out."""
+    ratio = target.tokens_per_active_param
+    curves = by_width([r for r in rungs if r.tokens_per_active_param == ratio], metric)
+    complete = [curve for curve in curves if curve.has(NUM_MARKS)]
+    cut = [curve.width for curve in curves if not curve.has(NUM_MARKS)]
+    if cut and (method == "F1" or len(complete) < 2):
+        raise UsageError(
+            f"the rung of width {cut[0]} has no final {metric} and lacks the marks from "
+            "60 to 80 % that would extend it",
+            remedy="finish the rung, or leave its width out",
+        )
+    notes = [f"width {width} was cut before 80 %: F0 and F1 leave it out" for width in cut]
+    return complete, notes
 
 
 def _rung_noise(curve: WidthCurve, mark: int, noise: float) -> float:
@@ -328,10 +437,21 @@ def _input_record(rung: RungCurve, headline: str) -> dict[str, Any]:
     return record
 
 
-def _parameters(headline: MetricForecast) -> dict[str, Any]:
+def _parameters(
+    headline: MetricForecast, family: str, summed: SummedMacro | None
+) -> dict[str, Any]:
     """Parameters and priors of the method, for the metric of record."""
+    common = {
+        "baseline_tail_constant": PUBLIC_TAIL_CONSTANT,
+        "axis": "training FLOPs without the output head",
+        "levels": list(LEVEL_LABELS),
+    }
+    if headline.curve is not None and headline.reference is not None:
+        return common | f2_parameters(
+            headline.curve, headline.reference, summed, OWN_SUITES.get(family, ())
+        )
     rule = headline.rule
-    return {
+    return common | {
         "asymptote_rule": rule.name,
         "asymptote_prior_mean": rule.mean,
         "asymptote_prior_sd": rule.sd,
@@ -344,67 +464,5 @@ def _parameters(headline: MetricForecast) -> dict[str, Any]:
         "final_noise_nats": headline.noise[-1],
         "tail_constant": TAIL_CONSTANT,
         "tail_noise": TAIL_NOISE,
-        "baseline_tail_constant": PUBLIC_TAIL_CONSTANT,
-        "axis": "training FLOPs without the output head",
-        "levels": list(LEVEL_LABELS),
         "random_seed": "none: exact integration",
     }
-
-
-def backtest(
-    rungs: Sequence[RungCurve],
-    *,
-    asymptote: AsymptoteName = "relative",
-    metric: str | None = None,
-) -> list[dict[str, Any]]:
-    """Forecast each rung from the smaller ones, with the same code; one dict per rung.
-
-    A few correlated tests, all at short range: they bound the error from below.
-    """
-    widths = sorted({rung.width for rung in rungs})
-    results = []
-    for position in range(2, len(widths)):
-        smaller = [rung for rung in rungs if rung.width in widths[:position]]
-        held_out = [rung for rung in rungs if rung.width == widths[position]]
-        target = _as_target(held_out[0])
-        metrics = None if metric is None else [metric]
-        forecast = forecast_ladder(
-            smaller, target, asymptote=asymptote, metrics=metrics, min_rungs=2
-        )
-        headline = forecast.metrics[forecast.headline]
-        actual = by_width(held_out, forecast.headline)[0]
-        last = max(actual.values)
-        low, high = headline.quantile(0.025, last), headline.quantile(0.975, last)
-        outcome = actual.values[last]
-        results.append(
-            {
-                "width": widths[position],
-                "from_widths": widths[:position],
-                "metric": forecast.headline,
-                "mark": mark_label(last),
-                "median": headline.quantile(0.5, last),
-                "low_95": low,
-                "high_95": high,
-                "baseline": headline.baseline[headline.marks.index(last)],
-                "outcome": outcome,
-                "error": headline.quantile(0.5, last) - outcome,
-                "inside_95": low <= outcome <= high,
-            }
-        )
-    return results
-
-
-def _as_target(rung: RungCurve) -> TargetPlan:
-    return TargetPlan(
-        run_id=rung.run_id,
-        width=rung.width,
-        steps=rung.steps,
-        tokens=0,
-        tokens_per_step=0,
-        sequence_length=0,
-        flops=rung.flops,
-        family=rung.family,
-        tokens_per_active_param=rung.tokens_per_active_param,
-        lr_capped=rung.lr_capped,
-        beta2_guard=rung.beta2_guard,
-    )

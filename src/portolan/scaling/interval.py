@@ -19,6 +19,8 @@ NOISE = 0.004
 TAIL_NOISE = 0.002
 TAIL_CONSTANT = 0.0035
 """Bias of the straight line that completes a truncated rung, nats, and its uncertainty."""
+RELATIVE_MEAN = 0.60
+"""Centre of the asymptote over the smallest final loss, where no public asymptote exists."""
 NEGLIGIBLE_WEIGHT = 1e-10
 QUANTILE_TOLERANCE = 1e-8
 MAX_ROOT_STEPS = 200
@@ -58,7 +60,7 @@ def relative_rule(best_final_loss: float, best_loss: float | None = None) -> Asy
     limit = best_final_loss if best_loss is None else min(best_final_loss, best_loss)
     return AsymptoteRule(
         "relative",
-        mean=0.60 * best_final_loss,
+        mean=RELATIVE_MEAN * best_final_loss,
         sd=0.13 * best_final_loss,
         upper=0.97 * limit,
         num_steps=4600,

@@ -62,7 +62,7 @@ class Rung:
     batch_policy: BatchPolicy
     racks: int | None
     batch: int | None
-    overrides: tuple[tuple[str, int | float], ...]
+    overrides: tuple[tuple[str, Any], ...]
     vocab_size: int | None
     stop_after: int | None
     law: Law
@@ -104,8 +104,10 @@ class Rung:
 
     @property
     def tokens_per_expert(self) -> float:
-        """Assignments per expert and update, over the whole batch."""
+        """Assignments per expert and update, over the whole batch; infinite without experts."""
         config = self.config
+        if not config.num_experts:
+            return math.inf
         return self.tokens_per_step * config.experts_per_token / config.num_experts
 
     @property
@@ -147,7 +149,7 @@ def derive(
     *,
     racks: int | None = None,
     batch: int | None = None,
-    overrides: Mapping[str, int | float] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     steps: int | None = None,
     law: Law = "aug",
@@ -159,7 +161,7 @@ def derive(
     Args:
         racks: for `per_rack`; a public width may leave it out.
         batch: sequences per step, for `fixed`.
-        overrides: dimensions set by hand; they are recorded.
+        overrides: arguments of `derive_shape` set by hand; they are recorded.
         steps: stop after this many updates; rates and schedule keep the full plan.
         law: learning-rate law, `aug` (marin #7856) or the earlier `may` (marin #5951).
         rate_multiplier: scales both peak rates, past the cap if need be.
@@ -282,9 +284,9 @@ def _warnings(rung: Rung) -> list[str]:
     config = rung.config
     plain = derive_shape(rung.family, rung.width)
     warnings = [
-        f"{name} = {value} was set by hand; family {rung.family} gives {getattr(plain, name)}"
+        f"{name} = {value} was set by hand; family {rung.family} gives {reference}"
         for name, value in rung.overrides
-        if getattr(plain, name) != value
+        if (reference := getattr(plain, name, False)) != value
     ]
     for name, divisor in (("num_kv_heads_local", 4), ("num_kv_heads_global", 8)):
         rule = max(1, config.num_heads // divisor)

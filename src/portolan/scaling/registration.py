@@ -5,15 +5,17 @@ record that supersedes it, states the data seen, and does not unscore it.
 """
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from portolan.canonical import canonical, stringify_floats
 from portolan.errors import UsageError
-from portolan.record.times import check_time
-from portolan.scaling.forecast import METHOD_NAME, Forecast
+from portolan.record.times import check_time, parse_time
+from portolan.scaling.forecast import Forecast
 from portolan.scaling.interval import LEVEL_LABELS
+from portolan.scaling.ladder import NUM_MARKS, evaluation_marks
 
 Applicability = Literal["match", "mismatch", "unverified"]
 
@@ -31,6 +33,7 @@ MANDATORY_FIELDS = (
     "bands",
     "scoring",
     "known_before",
+    "expiry",
     "changes",
     "on_failure",
 )
@@ -45,7 +48,39 @@ METRIC_FIELDS = (
     "aggregation",
     "domains",
 )
-METHOD_FIELDS = ("code_commit", "script_sha256")
+TARGET_FIELDS = (
+    "lineage",
+    "steps",
+    "tokens",
+    "tokens_per_step",
+    "sequence_length",
+    "flops",
+    "axis",
+    "marks",
+)
+RECIPE_FIELDS = (
+    "model",
+    "optimizer",
+    "mixture",
+    "mixture_schedule",
+    "tokenizer",
+    "transport",
+    "precision",
+    "reference_tokens",
+    "evaluation_cadence",
+)
+INPUT_FIELDS = ("run", "config_digest", "evaluations_sha256", "marks", "seed")
+METHOD_FIELDS = ("name", "parameters", "code_commit", "script_sha256")
+SCORING_FIELDS = ("headline", "baselines")
+BAND_FIELDS = ("name", "rule", "level", "consecutive", "consequence")
+PARTS = {
+    "metric": METRIC_FIELDS,
+    "target": TARGET_FIELDS,
+    "recipe": RECIPE_FIELDS,
+    "method": METHOD_FIELDS,
+    "scoring": SCORING_FIELDS,
+}
+"""What each table of a registration must state."""
 CONDITION_FIELDS = (
     "lineage",
     "sequence_length",
@@ -89,6 +124,7 @@ SCORING: dict[str, Any] = {
     "also": ["error", "z", "CRPS", "log score of the final", "coverage", "PIT"],
     "baselines": [
         "B0 = F0 at the same mark",
+        "B1 = final of the previous recipe's law, where there is one",
         "B2 = F0 final plus the mean of the last three residuals",
     ],
     "only": "evaluations whose conditions match",
@@ -108,6 +144,7 @@ def build_body(
     on_failure: str,
     evaluations_seen: Sequence[int] = (),
     expiry: str = "",
+    previous_law: Mapping[str, Any] | None = None,
     reason: str = "",
     changes: Sequence[str] = (),
     refs: Sequence[str] = (),
@@ -121,7 +158,8 @@ def build_body(
         conditions: `{field, op, value}`, see `minimum_conditions`.
         evaluations_seen: completed updates of the target's evaluations already known; any entry
             makes the forecast retrospective.
-        expiry: until when it may be scored; by default the planned end of the target.
+        expiry: `after N completed updates` or `until TIME`; by default the target's planned end.
+        previous_law: baseline B1 as {name, value}: the final loss by the previous recipe's law.
         reason, changes, refs: why an amendment is made, ids of changes, ids it rests on.
     """
     body = {
@@ -135,26 +173,31 @@ def build_body(
         "recipe": dict(recipe),
         "inputs": list(forecast.inputs),
         "method": {
-            "name": METHOD_NAME,
+            "name": forecast.method,
             "parameters": forecast.parameters,
             "warnings": list(forecast.warnings),
             **method,
         },
         "quantiles": forecast.quantiles_record(),
-        "baseline": forecast.baseline_record(),
+        "baseline": forecast.baseline_record() | ({"B1": previous_law} if previous_law else {}),
         "conditions": [dict(condition) for condition in conditions],
         "bands": BANDS,
         "scoring": SCORING,
-        "known_before": _known_before(evaluations_seen),
-        "expiry": expiry or f"after {forecast.target.steps} completed updates",
+        "known_before": known_before(evaluations_seen, first_completed(forecast)),
+        "expiry": expiry or expiry_after(forecast.target.steps),
         "changes": list(changes),
         "on_failure": on_failure,
+        **({"reason": reason} if reason else {}),
     }
-    if reason:
-        body["reason"] = reason
     body = stringify_floats(body)
     validate_body(body)
     return body
+
+
+def first_completed(forecast: Forecast) -> int:
+    """Completed updates at the first mark that is forecast."""
+    first = forecast.metrics[forecast.headline].marks[0]
+    return evaluation_marks(forecast.target.steps)[first - 1]
 
 
 def _sentence(title: str, forecast: Forecast) -> str:
@@ -166,12 +209,46 @@ def _sentence(title: str, forecast: Forecast) -> str:
     )
 
 
-def _known_before(evaluations_seen: Sequence[int]) -> dict[str, Any]:
+def known_before(evaluations_seen: Sequence[int], first_predicted: int = 0) -> dict[str, Any]:
+    """The evaluations known when a forecast is made.
+
+    It is retrospective if any is at or after `first_predicted`, the completed updates of the
+    first evaluation that it gives quantiles for.
+    """
+    last = max(evaluations_seen, default=0)
     return {
         "count": len(evaluations_seen),
-        "completed": max(evaluations_seen, default=0),
-        "retrospective": bool(evaluations_seen),
+        "completed": last,
+        "retrospective": bool(evaluations_seen) and last >= first_predicted,
     }
+
+
+def expiry_after(steps: int) -> str:
+    """Expiry at the planned end of a run."""
+    return f"after {steps} completed updates"
+
+
+def is_expired(expiry: str, completed: int, time: str | None = None) -> bool:
+    """Whether an evaluation after `completed` updates, made at `time`, comes after the expiry.
+
+    A dated expiry needs `time`; without it the forecast does not count as expired.
+    """
+    bound = _expiry_bound(expiry)
+    if isinstance(bound, int):
+        return completed > bound
+    return time is not None and parse_time(time) > parse_time(bound)
+
+
+def _expiry_bound(expiry: str) -> int | str:
+    """Completed updates or the time that an expiry names."""
+    if match := re.fullmatch(r"after (\d+) completed updates", expiry):
+        return int(match[1])
+    if match := re.fullmatch(r"until (\S+)", expiry):
+        return check_time(match[1])
+    raise UsageError(
+        f"the expiry {expiry!r} names neither a step nor a time",
+        remedy="write `after N completed updates` or `until 2026-12-31T00:00:00.000Z`",
+    )
 
 
 def minimum_conditions(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -202,22 +279,45 @@ def validate_body(body: Mapping[str, Any]) -> None:
             )
     canonical(dict(body))
     check_time(body["made_at"])
-    for field, names in (("metric", METRIC_FIELDS), ("method", METHOD_FIELDS)):
-        if missing := [name for name in names if name not in body[field]]:
-            raise UsageError(f"the registration's {field} lacks {missing[0]!r}")
+    _expiry_bound(body["expiry"])
+    for part, names in PARTS.items():
+        _require(body[part], names, part)
+    for number, entry in enumerate(body["inputs"]):
+        _require(entry, INPUT_FIELDS, f"inputs[{number}]")
     _validate_quantiles(body["quantiles"], body["metric"]["name"])
     _validate_conditions(body["conditions"])
     names = [band.get("name") for band in body["bands"]]
     if names != [band["name"] for band in BANDS]:
         raise UsageError(f"the bands are {names}, expected green, normal, amber, red")
-    known = body["known_before"]
-    if known.get("count", -1) < 0 or bool(known["count"]) != known.get("retrospective"):
-        raise UsageError(
-            f"known_before = {known} does not say whether evaluations were known",
-            remedy="count the target's evaluations seen; any makes it retrospective",
-        )
+    for band in body["bands"]:
+        _require(band, BAND_FIELDS, f"band {band['name']}")
+    _validate_known(body)
     if body["changes"] and not body.get("reason"):
         raise UsageError("an amendment needs a reason", remedy="say why the forecast changed")
+
+
+def _require(part: Mapping[str, Any], names: Sequence[str], place: str) -> None:
+    """Every name of a part is there and says something."""
+    for name in names:
+        if part.get(name) in (None, "", [], {}):
+            raise UsageError(
+                f"the registration's {place} lacks {name!r}",
+                remedy="state it before the run; it cannot be filled in afterwards",
+            )
+
+
+def _validate_known(body: Mapping[str, Any]) -> None:
+    known = body["known_before"]
+    marks = body["quantiles"][body["metric"]["name"]]
+    first = round(min(float(mark) for mark in marks) * NUM_MARKS)
+    count, completed = known.get("count", -1), known.get("completed", -1)
+    late = count > 0 and completed >= evaluation_marks(int(body["target"]["steps"]))[first - 1]
+    if min(count, completed) < 0 or late != known.get("retrospective"):
+        raise UsageError(
+            f"known_before = {known} does not say whether evaluations were known",
+            remedy="count the target's evaluations seen; one that is forecast makes it "
+            "retrospective",
+        )
 
 
 def _validate_quantiles(quantiles: Mapping[str, Any], headline: str) -> None:
@@ -244,6 +344,35 @@ def _validate_conditions(conditions: Sequence[Mapping[str, Any]]) -> None:
         raise UsageError(
             f"the registration has no condition on {missing[0]!r}",
             remedy="add {field, op, value} for every field that the forecast depends on",
+        )
+
+
+def validate_amendment(body: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Refuse an amendment that hides why it is made, what was seen, or how the end was moved.
+
+    Raises:
+        UsageError: no reason, no change, another metric, or a new horizon without the output of
+            the delay simulator.
+    """
+    validate_body(body)
+    for field in ("reason", "changes"):
+        if not body.get(field):
+            raise UsageError(
+                f"the amendment lacks {field!r}", remedy="say which change it answers, and why"
+            )
+    if body["metric"] != earlier["metric"]:
+        raise UsageError(
+            "the amendment forecasts another metric than the registration it supersedes",
+            remedy="keep the registered metric; register another one on its own",
+        )
+    if body["known_before"]["count"] < earlier["known_before"]["count"]:
+        raise UsageError("the amendment knows fewer evaluations than the forecast before it")
+    moved = body["target"]["steps"] != earlier["target"]["steps"]
+    if moved and not body["method"].get("delay"):
+        raise UsageError(
+            f"the horizon moved from {earlier['target']['steps']} to {body['target']['steps']} "
+            "updates without a simulation",
+            remedy="attach the output of `portolan delay`",
         )
 
 

@@ -342,7 +342,7 @@ def _score_baselines(
     final: Mapping[str, Any] | None,
     baseline: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """B0 (F0 at the mark) and B2 (final from the residuals so far); skill against their |error|.
+    """B0 (F0 at the mark), B1 (previous law), B2 (residuals so far); skill against their |error|.
 
     Skill is 1 - WIS / |error of the baseline|; for B2 its error halfway through the run counts.
     """
@@ -377,6 +377,11 @@ def _score_baselines(
                 "final_error": error,
                 "final_skill": _skill(final["wis"], abs(error)),
             }
+    if previous := baseline.get("B1"):
+        result["B1"] = {"name": previous["name"], "final": float(previous["value"])}
+        if final is not None:
+            error = float(previous["value"]) - final["outcome"]
+            result["B1"] |= {"final_error": error, "final_skill": _skill(final["wis"], abs(error))}
     return result
 
 

@@ -78,16 +78,19 @@ def to_table(entries: Iterable[Entry]) -> Any:
 
 def write_segments(run_folder: Path, entries: Sequence[Entry]) -> list[Path]:
     """Write one segment an attempt, atomically; equal entries give equal bytes."""
+    attempts = sorted({entry.attempt for entry in entries})
+    own = {attempt: [e for e in entries if e.attempt == attempt] for attempt in attempts}
+    return [write_table(run_folder, attempt, to_table(own[attempt])) for attempt in attempts]
+
+
+def write_table(run_folder: Path, attempt: int, table: Any) -> Path:
+    """Write the values of one attempt, a table of `schema()` sorted by row, as a new segment."""
     import pyarrow.parquet as pq
 
-    paths = []
-    for attempt in sorted({entry.attempt for entry in entries}):
-        own = [entry for entry in entries if entry.attempt == attempt]
-        path = _free_path(run_folder, attempt, own)
-        with atomic_file(path) as temporary:
-            pq.write_table(to_table(own), temporary, compression="zstd")
-        paths.append(path)
-    return paths
+    path = _free_path(run_folder, attempt, table["row"][0].as_py(), table["row"][-1].as_py())
+    with atomic_file(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+    return path
 
 
 def without_stored(run_folder: Path, entries: Sequence[Entry]) -> list[Entry]:
@@ -104,9 +107,8 @@ def without_stored(run_folder: Path, entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if (entry.attempt, entry.row, entry.key) not in stored]
 
 
-def _free_path(run_folder: Path, attempt: int, entries: Sequence[Entry]) -> Path:
-    rows = [entry.row for entry in entries]
-    name = f"segment-{attempt}-{min(rows)}-{max(rows)}"
+def _free_path(run_folder: Path, attempt: int, first_row: int, last_row: int) -> Path:
+    name = f"segment-{attempt}-{first_row}-{last_row}"
     path = run_folder / "metrics" / f"{name}.parquet"
     part = 1
     while path.exists():

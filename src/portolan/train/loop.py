@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 from portolan.accounting import utilisation
 from portolan.canonical import digest
 from portolan.console import errors
-from portolan.errors import PortolanError, StorageError, TrainingDiverged
+from portolan.errors import PortolanError, ResumeRefused, StorageError, TrainingDiverged
 from portolan.evals.perplexity import METRIC_PREFIX, HeldOutEvaluator
 from portolan.files import read_json, storage_errors, write_json_atomic
 from portolan.model.transformer import Batch
@@ -92,7 +92,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run left: its last evaluation and where its bytes are."""
+    """What a finished run left: its last evaluation and where its bytes are.
+
+    `program_bytes` is the memory of the larger program of a step, 0 where not known.
+    """
 
     run_id: str
     completed: int
@@ -100,6 +103,7 @@ class Outcome:
     content_digest: str
     train_seconds: float
     resumed: bool
+    program_bytes: int = 0
 
 
 def finished_outcome(folder: Path) -> Outcome | None:
@@ -166,6 +170,7 @@ class TrainingLoop:
         recorder: told of attempts, events and permanent checkpoints.
         report: called with Progress about once a second; must be quick.
         metadata: digests that a checkpoint must share with this run to be resumed.
+        long_evaluators: by row length, what else to evaluate while rows have that length.
     """
 
     def __init__(
@@ -177,11 +182,15 @@ class TrainingLoop:
         recorder: Recorder,
         report: Callable[[Progress], None],
         metadata: dict[str, Any],
+        long_evaluators: Mapping[int, HeldOutEvaluator] | None = None,
     ) -> None:
         self.run = run
+        self.stage = run
         self.folder = folder
         self.data = data
         self.evaluate = evaluate
+        self.long_evaluators = long_evaluators or {}
+        self.evaluators = [evaluate]
         self.recorder = recorder
         self.report = report
         self.table = group_table(run)
@@ -190,6 +199,7 @@ class TrainingLoop:
         self.store = CheckpointStore(folder, on_event=self._checkpoint_event)
         self.completed = 0
         self.train_seconds = 0.0
+        self.program_bytes = 0
         self.last_evaluation: dict[str, float] = {}
         self._last_report = -math.inf
 
@@ -228,6 +238,7 @@ class TrainingLoop:
             content_digest=saved.content_digest,
             train_seconds=self.train_seconds,
             resumed=ordinal > 1,
+            program_bytes=self.program_bytes,
         )
         write_json_atomic(self.folder / FINISHED, dataclasses.asdict(outcome))
         return outcome
@@ -241,9 +252,24 @@ class TrainingLoop:
         restored = self.store.restored
         assert restored is not None
         self.completed = int(metadata["completed"])
+        self._check_history(metadata.get("changes", []))
         self.train_seconds = float(metadata["train_seconds"])
         self.last_evaluation = dict(metadata["last_evaluation"])
         return restore_state(template, arrays), restored.content_digest
+
+    def _check_history(self, saved: list[list[Any]]) -> None:
+        """Refuse a checkpoint that was trained under other changes than this run has by then."""
+        expected = self.run.history(self.completed)
+        differing = [
+            change for change in saved + expected if (change in saved) != (change in expected)
+        ]
+        if differing:
+            step, what, value = differing[0]
+            raise ResumeRefused(
+                f"checkpoint step {self.completed} and this run differ in the {what} from update "
+                f"{step} on ({value})",
+                remedy="restore the record of the project: its changes are part of the run",
+            )
 
     def _open_attempt(self, start: int, restored: str) -> int:
         num_notes = len(list(self.folder.glob("attempt-*.json")))
@@ -266,16 +292,29 @@ class TrainingLoop:
 
     def _train(self, state: TrainState, tracker: Tracker, ordinal: int) -> TrainState:
         run = self.run
-        step = make_train_step(run, self.table, resolve_compute_dtype(run.compute_dtype))
-        marks = run.evaluation_steps()
         saves = SaveSchedule(
-            run.steps,
+            run.num_updates,
             permanent_every=run.permanent_checkpoint_steps,
             temporary_seconds=run.temporary_checkpoint_seconds,
             start=self.completed,
         )
+        while self.completed < run.num_updates:
+            state = self._train_stage(state, saves, tracker, ordinal)
+        return state
+
+    def _train_stage(
+        self, state: TrainState, saves: SaveSchedule, tracker: Tracker, ordinal: int
+    ) -> TrainState:
+        """Updates until rows have another length, or the run ends; the state goes on as it is."""
+        self.stage = self.run.at(self.completed)
+        self.evaluators = self._evaluators()
+        step = make_train_step(
+            self.stage, self.table, resolve_compute_dtype(self.run.compute_dtype)
+        )
+        marks = self.run.evaluation_steps()
         self._compile(step, state)
-        for index, batch in self.data.batches(self.completed, run.steps):
+        end = self.run.stage_end(self.completed)
+        for index, batch in self.data.batches(self.completed, end):
             begin = time.monotonic()
             state, metrics = step(state, Batch(*batch), self.rates(index))
             metrics = jax.device_get(metrics)
@@ -296,15 +335,22 @@ class TrainingLoop:
             self._save_if_due(state, saves, ordinal, tracker)
         return state
 
+    def _evaluators(self) -> list[HeldOutEvaluator]:
+        """The evaluation of the first packing with the model in force, and that of long rows."""
+        config = self.stage.config
+        same = config == self.run.config
+        pinned = self.evaluate if same else self.evaluate.with_model(config)
+        return [pinned, *filter(None, [self.long_evaluators.get(config.sequence_length)])]
+
     def _compile(self, step: TrainStep, state: TrainState) -> None:
         """Compile all programs at once, so that no step's time contains it."""
-        if self.completed == self.run.steps:
-            return
-        shape = (self.run.batch_sequences, self.run.config.sequence_length)
+        shape = (self.stage.batch_sequences, self.stage.config.sequence_length)
         tokens = np.zeros(shape, np.int32)
         batch = Batch(tokens, tokens, np.zeros(shape, np.float32))  # type: ignore[arg-type]
         programs = step.lower(state, batch, self.rates(self.completed))
-        compile_programs([*programs, self.evaluate.lower(state.params, state.beta)])
+        evaluations = [e.lower(state.params, state.beta) for e in self.evaluators]
+        sizes = compile_programs([*programs, *evaluations])[: len(programs)]
+        self.program_bytes = max(self.program_bytes, *sizes)
 
     def rates(self, index: int) -> Rates:
         """Rates of update `index` (zero-based), from the schedule."""
@@ -325,9 +371,9 @@ class TrainingLoop:
         tokens_per_second = self.run.tokens_per_step / seconds
         values["throughput/tokens_per_second"] = tokens_per_second
         device = jax.devices()[0].device_kind
-        if found := utilisation(self.run.config, tokens_per_second, jax.device_count(), device):
+        if found := utilisation(self.stage.config, tokens_per_second, jax.device_count(), device):
             values["throughput/mfu"] = found.value
-        last = row == self.run.steps - 1
+        last = row == self.run.num_updates - 1
         if row % self.run.norm_interval_steps == 0 or last:
             for key, value in metrics.items():
                 if key.startswith("norm/"):
@@ -346,10 +392,10 @@ class TrainingLoop:
             Progress(
                 run_id=self.run.run_id,
                 completed=self.completed,
-                steps=self.run.steps,
+                steps=self.run.num_updates,
                 loss=float(metrics["train/cross_entropy"]),
                 tokens_per_second=self.run.tokens_per_step / mean_seconds,
-                seconds_left=mean_seconds * (self.run.steps - self.completed),
+                seconds_left=mean_seconds * (self.run.num_updates - self.completed),
                 evaluation=evaluation,
             )
         )
@@ -359,7 +405,7 @@ class TrainingLoop:
     ) -> None:
         """Save when the schedule asks; a failed save is tried again later and training goes on."""
         kind = saves.due(self.completed)
-        if kind is None or self.completed == self.run.steps:
+        if kind is None or self.completed == self.run.num_updates:
             return
         try:
             self._save(state, kind, ordinal, tracker)
@@ -379,7 +425,7 @@ class TrainingLoop:
             "seed": self.run.seed,
             "train_seconds": self.train_seconds,
             "last_evaluation": self.last_evaluation,
-            "horizon_events": [],
+            "changes": self.run.history(self.completed),
         }
         saved = self.store.save(
             flatten_state(state), self.completed, kind=kind, attempt=ordinal, metadata=metadata
@@ -390,7 +436,9 @@ class TrainingLoop:
 
     def _evaluate(self, state: TrainState, ordinal: int, tracker: Tracker) -> float:
         """Log every held-out metric; returns the headline."""
-        found = self.evaluate(state.params, state.beta)
+        found: dict[str, float] = {}
+        for evaluate in self.evaluators:
+            found |= evaluate(state.params, state.beta)
         tracker.log(self.completed - 1, found)
         if not all(map(math.isfinite, found.values())):
             self._save(state, "temporary", ordinal, tracker)

@@ -3,6 +3,7 @@
 Two programs, not one: together they took the CPU compiler 65 s at width 64, apart 16 s and 7 s.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,10 +15,16 @@ import jax.numpy as jnp
 from portolan.model import transformer
 from portolan.optim.groups import GroupTable
 from portolan.optim.hyperball import build_step
-from portolan.optim.norms import diagnostics
+from portolan.optim.norms import gradient_norms, parameter_norms
 from portolan.optim.schedule import Rates
+from portolan.optim.settings import OptimizerSettings
+from portolan.shapes import ModelConfig, Remat
+from portolan.train.programs import seal_programs
 from portolan.train.state import RunSettings, TrainState
 from portolan.tree import flatten_paths
+
+NUM_KEPT_PROGRAMS = 8
+"""Of each kind in one process: a ladder comes back to a width with every seed."""
 
 
 @dataclass(frozen=True)
@@ -49,54 +56,85 @@ class TrainStep:
 
 
 def make_train_step(run: RunSettings, table: GroupTable, compute_dtype: Any) -> TrainStep:
-    """The update of a run, jitted."""
+    """The update of a run, jitted; runs that differ in seed, data or rates share its programs."""
+    objective = Objective(run.config, jnp.dtype(compute_dtype), run.z_weight, run.remat)
+    return TrainStep(_gradient_program(objective), _update_program(table, run.optimizer))
+
+
+@functools.lru_cache(NUM_KEPT_PROGRAMS)
+def _gradient_program(objective: "Objective") -> Any:
     options = transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
-    return TrainStep(
-        jax.jit(_gradient_function(run, compute_dtype), compiler_options=options),
-        jax.jit(_update_function(run, table), donate_argnums=0),
-    )
+    return jax.jit(objective.gradients, compiler_options=options)
 
 
-def compile_programs(lowered: Sequence[Any]) -> None:
-    """Compile traced programs side by side; JAX keeps them for the calls that follow."""
+@functools.lru_cache(NUM_KEPT_PROGRAMS)
+def _update_program(table: GroupTable, settings: OptimizerSettings) -> Any:
+    return jax.jit(_update_function(table, settings), donate_argnums=0)
+
+
+def compile_programs(lowered: Sequence[Any]) -> list[int]:
+    """Compile traced programs side by side; JAX keeps them for the calls that follow.
+
+    Returns the bytes of arguments, results and temporaries of each; 0 where not known.
+    """
     with ThreadPoolExecutor(len(lowered)) as pool:
-        list(pool.map(lambda program: program.compile(), lowered))
+        compiled = list(pool.map(lambda program: program.compile(), lowered))
+    seal_programs()
+    return [_program_bytes(program) for program in compiled]
 
 
-def _gradient_function(run: RunSettings, compute_dtype: Any) -> Callable:
-    def gradients(params: Any, beta: jax.Array, batch: transformer.Batch) -> tuple:
-        def objective(params: Any) -> tuple[jax.Array, transformer.LossAux]:
+def _program_bytes(compiled: Any) -> int:
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return used - memory.alias_size_in_bytes
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a gradient program is compiled for."""
+
+    config: ModelConfig
+    compute_dtype: jnp.dtype
+    z_weight: float
+    remat: Remat
+
+    def gradients(self, params: Any, beta: jax.Array, batch: transformer.Batch) -> tuple:
+        """The loss, its parts and new router state, and the gradient of all parameters."""
+
+        def loss(params: Any) -> tuple[jax.Array, transformer.LossAux]:
             return transformer.loss(
                 params,
                 beta,
                 batch,
-                run.config,
-                compute_dtype=compute_dtype,
-                z_weight=run.z_weight,
-                remat=run.remat,
+                self.config,
+                compute_dtype=self.compute_dtype,
+                z_weight=self.z_weight,
+                remat=self.remat,
             )
 
-        (loss, aux), grads = jax.value_and_grad(objective, has_aux=True)(params)
-        return loss, aux, grads
-
-    return gradients
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return value, aux, grads
 
 
-def _update_function(run: RunSettings, table: GroupTable) -> Callable:
-    optimize = build_step(table, run.optimizer)
+def _update_function(table: GroupTable, settings: OptimizerSettings) -> Callable:
+    optimize = build_step(table, settings)
 
     def update(
         state: TrainState, grads: Any, loss: jax.Array, aux: transformer.LossAux, rates: Rates
     ) -> tuple[TrainState, dict]:
-        params, opt = optimize(grads, state.opt, state.params, rates)
-        norms = diagnostics(grads, state.params, params, table)
+        norms = gradient_norms(grads)
         finite = (
             jnp.isfinite(loss)
             & jnp.isfinite(norms["norm/gradient/global"])
             & jnp.all(jnp.isfinite(aux.new_beta))
         )
+        params, opt = optimize(grads, state.opt, state.params, rates)
         new = TrainState(params=params, opt=opt, beta=aux.new_beta)
         kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
+        # Of what is kept: the norms of what is not would store a second copy of the parameters.
+        norms |= parameter_norms(state.params, kept.params, table)
         metrics = {
             "finite": finite,
             "train/loss": loss,

@@ -1,0 +1,1 @@
+"""Reconciliation: figures that were claimed, registered, configured, launched, observed."""

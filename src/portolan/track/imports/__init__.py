@@ -1,0 +1,1 @@
+"""Runs that another tracker recorded, read into the same files as our own."""
