@@ -59,8 +59,11 @@ def _forward(x_TR, weights_TK, experts, dispatch):
 
 def _backward(saved, grad_TR):
     x_TR, weights_TK, experts, dispatch, products = saved
-    backward = backward_sorted if isinstance(dispatch, SortedDispatch) else backward_batched
-    return *backward(x_TR, weights_TK, experts, dispatch, products, grad_TR), None
+    if isinstance(dispatch, SortedDispatch):
+        grads = backward_sorted(x_TR, weights_TK, experts, dispatch, products, grad_TR)
+    else:
+        grads = backward_batched(x_TR, weights_TK, experts, dispatch, products, grad_TR)
+    return *grads, None
 
 
 apply_experts.defvjp(_forward, _backward)
