@@ -29,7 +29,7 @@ from portolan.shapes import ModelConfig
 
 WORKERS = Path(__file__).resolve().parent / "workers"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path("~/.cache").expanduser())) / "portolan-bench"
-PEER_PACKAGES = ("torch", "transformers>=5")
+PEER_PACKAGES = ("torch==2.13.0", "transformers==5.24.0")
 SAME_ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 SETTLE_SECONDS = 0.3
 BATCH_SEQUENCES = 8

@@ -447,7 +447,7 @@ def memory_bytes(
     matrix: str = "muonh",
     gated_norm: str = "muonh",
 ) -> MemoryBytes:
-    """Memory of a training step, by arithmetic: an estimate, good to a factor of 1.5 on a CPU.
+    """Memory of a training step, by arithmetic: an estimate, good to a factor of 2 on a CPU.
 
     Args:
         config: the shape.

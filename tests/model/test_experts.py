@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from portolan.model import experts, experts_batched, experts_sorted
+from portolan.model import experts, experts_batched
 from portolan.model.tree import GatedMlp
 
 NUM_TOKENS, LATENT, INNER, NUM_EXPERTS, SELECTED = 150, 6, 5, 5, 2
@@ -24,9 +24,8 @@ def choose(balance: str) -> np.ndarray:
     return np.tile([3, 1], (NUM_TOKENS, 1))
 
 
-@pytest.mark.parametrize("plan", [experts_batched.plan_batched, experts_sorted.plan_sorted])
 @pytest.mark.parametrize("balance", ["random", "equal", "two"])
-def test_against_every_expert_on_every_token(plan, balance):
+def test_against_every_expert_on_every_token(balance):
     """Values and gradients in float64, with padding tokens and, for "two", experts without any."""
     generator = np.random.default_rng(5)
     chosen = choose(balance)
@@ -46,7 +45,9 @@ def test_against_every_expert_on_every_token(plan, balance):
         return jnp.sum(jnp.einsum("te,ter->tr", share, down) * mix)
 
     def grouped(x, weights, mlp):
-        dispatch = plan(jnp.asarray(chosen, jnp.int32), jnp.asarray(valid), NUM_EXPERTS)
+        dispatch = experts.plan_dispatch(
+            jnp.asarray(chosen, jnp.int32), jnp.asarray(valid), NUM_EXPERTS
+        )
         return jnp.sum(experts.apply_experts(x, weights, GatedMlp(*mlp), dispatch) * mix)
 
     with jax.enable_x64(True):
@@ -66,21 +67,6 @@ def test_what_does_not_fit_goes_to_blocks(balance):
     slots = experts_batched.num_slots(NUM_TOKENS, SELECTED, NUM_EXPERTS)
     per_expert = -(-(NUM_VALID - slots) // experts_batched.BLOCK_SLOTS)
     assert dispatch.num_blocks == {"equal": 0, "two": SELECTED * per_expert}[balance]
-
-
-def test_the_layout_follows_the_mean_load():
-    valid = jnp.ones(1024, bool)
-    for num_experts, expected in [(16, experts.SortedDispatch), (17, experts.BatchedDispatch)]:
-        dispatch = experts.plan_dispatch(jnp.zeros((1024, 2), jnp.int32), valid, num_experts)
-        assert isinstance(dispatch, expected)
-
-
-@pytest.mark.parametrize("shape", [(3, 2, 8), (64, 1, 2), (2048, 4, 32), (1024, 2, 32)])
-def test_sizes_of_products_ascend_to_all_tokens(shape):
-    sizes = experts_sorted.product_sizes(*shape)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == shape[0]
-    assert len(sizes) <= 10
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 8), (64, 1, 2), (2048, 4, 32), (1024, 2, 32)])

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import polars as pl
 import pytest
 from tests.pipeline.tools import Cli, call_main
 
 from portolan.record.chain import ChainReader
 from portolan.record.lineage_view import read_lineages
 from portolan.record.verify import verify_project
+
+READERS = {".parquet": pl.read_parquet, ".csv": pl.read_csv, ".json": pl.read_ndjson}
 
 
 @pytest.fixture
@@ -49,6 +52,17 @@ def test_a_stitched_lineage(cli: Cli, tmp_path: Path) -> None:
     assert observation.body["num_points"] == 70
     report = verify_project(tmp_path / "audit")
     assert report.verdict.word == "ok" and not report.problems
+    for suffix, read in READERS.items():
+        file = tmp_path / f"curve{suffix}"
+        assert cli(*root, "series", "theirs", file, "--key", "loss").code == 0
+        frame = read(file)
+        assert frame["row"].to_list() == list(range(150))
+        assert frame["value"].to_list() == [10 - row / 100 for row in range(150)]
+        assert frame["run"].to_list() == ["first"] * 80 + ["second"] * 70
+    wrong = cli(*root, "series", "theirs", tmp_path / "x.xls")
+    assert wrong.code == 2 and "x.xls is unknown" in wrong.err
+    wrong = cli(*root, "series", "ours", tmp_path / "x.csv")
+    assert wrong.code == 2 and "first, second, try, theirs" in wrong.err
 
 
 def _all(root: Path) -> list:

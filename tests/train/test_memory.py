@@ -13,7 +13,7 @@ from portolan.shapes import derive_shape
 from portolan.train.step import Objective
 
 ROWS, LENGTH = 64, 64
-FACTOR = 1.5
+FACTOR = 2
 MEASURED = {
     "narrow": ("small", 32, 64, 64, {}),
     "many experts": ("small", 64, 32, 128, {"num_experts": 32}),
@@ -72,7 +72,7 @@ def test_no_array_holds_all_logits_or_every_expert_on_every_token(platform, rema
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", MEASURED)
 def test_the_planned_memory_of_gradients_is_the_compiler_s(shape):
-    """What the plan states, within a factor of 1.5 of what the compiled program reserves."""
+    """What the plan states, within a factor of 2 of what the compiled program reserves."""
     family, width, rows, length, overrides = MEASURED[shape]
     config = derive_shape(family, width, sequence_length=length, window=length // 2, **overrides)
     planned = accounting.memory_bytes(config, rows, remat="none", on_accelerator=False)

@@ -1,10 +1,12 @@
-"""The verb that brings in other people's runs."""
+"""The verbs that bring in other people's runs and take series out."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from portolan.cli.app import app
+from portolan.console import say
 
 
 @app.command("import")
@@ -73,3 +75,22 @@ def import_(
         bases=parse_bases(basis or []),
         replace=replace,
     )
+
+
+@app.command()
+def series(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A run, or a lineage: its canonical curve.")],
+    output: Annotated[Path, typer.Argument(help="File to write: .parquet, .csv or .json.")],
+    key: Annotated[
+        list[str] | None, typer.Option(help="Only this series; may be repeated.")
+    ] = None,
+    replays: Annotated[
+        bool, typer.Option("--replays", help="With the rows that a later attempt repeated.")
+    ] = False,
+) -> None:
+    """Write series as one table. Example: portolan -C audit series their-run curve.csv"""
+    from portolan.pipeline.series import export_series
+
+    rows = export_series(context.obj.root, name, output, key or (), replays=replays)
+    say(f"{output}: {rows:,} values")

@@ -1,4 +1,4 @@
-"""Routed experts as one batched product over all experts, for small loads.
+"""Routed experts as one batched product over all experts.
 
 Shapes: T tokens, R latent width, F expert width, E experts, K experts per token, C slots per
 expert, Q slots per block, B blocks, P = E*C + B*Q slots (rows of expert input).
@@ -101,12 +101,14 @@ def _rows(
     return _Rows(token, jnp.where(valid, token, weights_TK.shape[0]), choice, weight[:, None])
 
 
-def _block(weights_TK, dispatch, experts: GatedMlp, index) -> tuple[jax.Array, GatedMlp, _Rows]:
-    """Expert, its matrices and the rows of a block."""
+def _block(
+    weights_TK: jax.Array, dispatch: BatchedDispatch, experts: GatedMlp, index: jax.Array
+) -> tuple[jax.Array, jax.Array, GatedMlp, _Rows]:
+    """First slot of a block, its expert, the expert's matrices and the rows."""
     expert = dispatch.expert_B[index]
     start = dispatch.token_P.size - dispatch.expert_B.size * BLOCK_SLOTS + index * BLOCK_SLOTS
     mine = jax.tree.map(lambda leaf: leaf[expert], experts)
-    return expert, mine, _rows(weights_TK, dispatch, start, BLOCK_SLOTS)
+    return start, expert, mine, _rows(weights_TK, dispatch, start, BLOCK_SLOTS)
 
 
 def forward_batched(
@@ -119,16 +121,19 @@ def forward_batched(
     products = (x_ECR @ experts.gate, x_ECR @ experts.up)
     gate_ECF, up_ECF = checkpoint_name(products, SAVED_PRODUCTS)
     y_ECR = (jax.nn.silu(gate_ECF) * up_ECF) @ experts.down
-    y_TKR = collect(y_ECR.reshape(-1, latent), dispatch.slot_TK)
-    out_TR = jnp.sum(weights_TK[..., None] * y_TKR, axis=1)
+    y_PR = jnp.zeros((dispatch.token_P.size, latent), x_TR.dtype)
+    y_PR = jax.lax.dynamic_update_slice_in_dim(y_PR, y_ECR.reshape(-1, latent), 0, axis=0)
 
-    def add_block(index, out_TR):
-        _, mine, rows = _block(weights_TK, dispatch, experts, index)
+    def fill_block(index, y_PR):
+        start, _, mine, rows = _block(weights_TK, dispatch, experts, index)
         x = x_TR[rows.token]
         y = (jax.nn.silu(x @ mine.gate) * (x @ mine.up)) @ mine.down
-        return out_TR.at[rows.target].add(rows.weight * y, mode="drop")
+        return jax.lax.dynamic_update_slice_in_dim(y_PR, y, start, axis=0)
 
-    out_TR = jax.lax.fori_loop(0, dispatch.num_blocks, add_block, out_TR)
+    # Every row is summed over its choices in their order, wherever they were computed: what other
+    # tokens choose changes no bit.
+    y_PR = jax.lax.fori_loop(0, dispatch.num_blocks, fill_block, y_PR)
+    out_TR = jnp.sum(weights_TK[..., None] * collect(y_PR, dispatch.slot_TK), axis=1)
     return out_TR, (gate_ECF, up_ECF)
 
 
@@ -163,7 +168,7 @@ def backward_batched(
 
     def add_block(index, carry):
         dx_TR, dweights_TK, dexperts = carry
-        expert, mine, rows = _block(weights_TK, dispatch, experts, index)
+        _, expert, mine, rows = _block(weights_TK, dispatch, experts, index)
         x, dy = x_TR[rows.token], grad_TR[rows.token]
         dweight, dgate, dup, inner = inner_gradients(
             x @ mine.gate, x @ mine.up, dy @ mine.down.T, rows.weight

@@ -71,8 +71,7 @@ def export_series(
 ) -> int:
     """Write the table to `output` by its suffix (.parquet, .csv or .json); returns its rows.
 
-    JSON is one object a line; NaN and infinities are the words of the language's own JSON
-    extension in none of the formats: CSV writes NaN and inf, JSON null.
+    JSON is one object a line and writes null for NaN and infinities, which it cannot hold.
     """
     if output.suffix not in SUFFIXES:
         raise UsageError(
