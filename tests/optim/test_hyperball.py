@@ -413,7 +413,7 @@ def test_adamw_step_by_hand_and_its_clip() -> None:
     step = hyperball.build_step(table, chosen)
     weight, grad = jnp.asarray([[1.0, -2], [3, 4]]), jnp.asarray([[3.0, 4], [0, 12]])
     state = hyperball.init_state({"w": weight}, table=table, settings=chosen)
-    new, state = step({"w": grad}, state, {"w": weight}, Rates(0.1, 0.0, 0.0))
+    new, state = step({"w": grad}, state, {"w": weight}, Rates(0.0, 0.1, 0.0))
     np.testing.assert_allclose(state.adamw["w"]["m"], 0.1 * grad / 13, rtol=1e-6)
     expected = weight - 0.1 * (jnp.sign(grad) + 0.1 * weight)
     np.testing.assert_allclose(new["w"], expected, rtol=1e-5)
