@@ -119,6 +119,7 @@ def cpu_model():
     return whole_model("cpu", "float32")
 
 
+@pytest.mark.slow
 def test_the_model_with_ragged_experts_is_the_same(cpu_model):
     compare(whole_model("tpu", "float32"), cpu_model, "model")
 

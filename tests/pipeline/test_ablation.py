@@ -161,6 +161,7 @@ def losses_of(project: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_suite_is_killed_resumed_recorded_and_shown(project, finished, tmp_path):
     def call(*options: str) -> str:
         done = run_command("-C", project, *SUITE, *options, environment=finished.environment)

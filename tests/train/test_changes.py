@@ -105,6 +105,7 @@ def stop_after(completed: int) -> Callable[[int], None]:
     return send
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("completed", [SWITCH - 1, SWITCH, SWITCH + 1])
 @pytest.mark.parametrize(("name", "run"), [("extended", EXTENDED), ("retimed", RETIMED)])
 def test_stopped_on_either_side_of_a_change_the_bytes_are_the_same(
