@@ -33,7 +33,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -q -m "not slow"
 
-# What takes more than a minute on two cores; `.ci/run` calls both.
+# What takes more than a minute on two cores; `.ci/run` calls most of it.
 test-slow: setup
 	$(BIN)/python -m pytest -q -m slow
 
