@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROJECT ?= demo
 STAMP := $(VENV)/.installed
 
-.PHONY: setup setup-browser demo test test-slow lint bench docs clean
+.PHONY: setup setup-test-tools demo test test-slow lint bench docs clean
 
 setup: $(STAMP)
 
@@ -20,10 +20,13 @@ $(STAMP): pyproject.toml requirements.lock
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-setup-browser: setup
+setup-test-tools: setup
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
 	  || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null) \
 	  || echo "No Chromium: install it with your package manager to run the page tests"
+	@command -v openssl >/dev/null \
+	  || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq openssl >/dev/null) \
+	  || echo "No openssl: install it with your package manager to run the time-stamp tests"
 
 demo: setup
 	$(BIN)/portolan init $(PROJECT) --recipe pocket --exist-ok

@@ -1,5 +1,6 @@
 """What every rule's detector shares: it sees signals and says where its condition holds."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class Finding:
     severity: Severity | None = None
 
 
-class Detector:
+class Detector(ABC):
     """Keeps the bounded history that one rule needs.
 
     `holds` maps a source (empty for the run as a whole) to a finding while its condition is true.
@@ -32,16 +33,17 @@ class Detector:
         self.rule: Rule = RULES[self.rule_id]
         self.setup()
 
+    @abstractmethod
     def setup(self) -> None:
         """Make the empty history."""
 
+    @abstractmethod
     def see(self, signal: Signal) -> None:
         """Take a signal of one of the rule's names into account."""
-        raise NotImplementedError
 
+    @abstractmethod
     def holds(self, now: float) -> dict[str, Finding]:
         """Where the condition is true at `now`."""
-        raise NotImplementedError
 
     def limit(self, name: str) -> float:
         """A limit of the rule that is always on."""
