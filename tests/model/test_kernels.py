@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.conftest import NEEDS_GPU
 from tests.model.tools import quick_jit, random_params, small_config
 
 from portolan.model import attention_flash, kernels, softmax_attention, transformer
@@ -19,7 +20,7 @@ TOLERANCES = {"float32": (1e-6, 1e-5), "bfloat16": (0.02, 0.05), "model": (1e-5,
 whole model in float32, where the gradients of some leaves are sums that nearly cancel."""
 DTYPES = ("float32", "bfloat16")
 WINDOW, SCALE = 7, 0.5
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason=NEEDS_GPU)
 
 
 def compare(found, expected, kind):

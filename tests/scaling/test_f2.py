@@ -268,7 +268,7 @@ def draw_from_the_prior(rungs, target, seed):
         slope=f2.PUBLIC_SLOPE,
         level=float(np.log(0.55) + 0.1 * rng.standard_normal()),
         root=f2.PUBLIC_RUNG_SD * np.eye(5),
-        level_discrepancy=f2.PUBLIC_KAPPA * decades,
+        level_discrepancy=f2.PUBLIC_RULE.kappa * decades,
         shape_discrepancy=f2.SHAPE_DISCREPANCY * decades,
         extra=np.zeros((5, 0)),
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import zstandard
 
@@ -24,13 +24,13 @@ from portolan.record.lineage import row_of
 from portolan.record.rules import BLOB_PREFIX
 from portolan.record.times import format_time, now
 from portolan.record.types import Attempt, Evidence, Fork, Observation, Run
+from portolan.record.types_runs import RunRole
 from portolan.record.types_statements import Obtained
 from portolan.track.imports.source import HistorySource
 from portolan.track.imports.store import Clock, ClockKind, Imported, import_history
 from portolan.track.tracker import read_raw
 
-Role = Literal["production", "trial", "control", "rolled_back", "ablation"]
-ROLES: tuple[Role, ...] = get_args(Role)
+ROLES: tuple[RunRole, ...] = get_args(RunRole)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Placement:
 
     run_id: str
     lineage: str
-    role: Role = "production"
+    role: RunRole = "production"
     parent: str = ""
     fork_completed: int = 0
     fork_tracker_step: int | None = None

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from portolan.record.schema import Body, Hash, SchemaError, Text
 from portolan.record.seal_body import Seal
-from portolan.record.types_artifacts import COMPLETENESS, Artifact, FileEntry, files_digest
+from portolan.record.types_artifacts import Artifact, FileEntry, files_digest
 from portolan.record.types_plans import Condition, FieldDiff, Forecast, Plan, Registration
 from portolan.record.types_runs import (
     Attempt,
@@ -24,7 +24,6 @@ from portolan.record.types_statements import Check, Claim, Evidence, Observation
 
 __all__ = [
     "BODIES",
-    "COMPLETENESS",
     "Artifact",
     "Attempt",
     "Cause",

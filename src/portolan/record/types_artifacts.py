@@ -16,17 +16,6 @@ class FileEntry(Part):
     sha256: Hash
 
 
-COMPLETENESS = (
-    "submitted",
-    "committed",
-    "marked",
-    "listed",
-    "bytes_verified",
-    "restored",
-    "replay_matched",
-)
-
-
 class Artifact(Body):
     """Bytes that exist: what they are, where they lie, under which licence, how far checked."""
 

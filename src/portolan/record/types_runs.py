@@ -21,6 +21,8 @@ from portolan.record.schema import (
     Time,
 )
 
+RunRole = Literal["production", "trial", "control", "rolled_back", "ablation"]
+
 
 class Fork(Part):
     """Where a run leaves its parent, on all three clocks; row must be checkpoint - 1."""
@@ -47,7 +49,7 @@ class Run(Body):
     lineage: Text
     parent: Text | None = None
     fork: Fork
-    role: Literal["production", "trial", "control", "rolled_back", "ablation"]
+    role: RunRole
     tracker_ids: tuple[Text, ...] = ()
     change: RecordId | None = None
 

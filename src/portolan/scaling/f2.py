@@ -26,7 +26,7 @@ from portolan.scaling.drifting_law import (
     drift_covariance,
     normalised,
 )
-from portolan.scaling.interval import LEVELS, NOISE
+from portolan.scaling.interval import LEVELS, NOISE, PUBLIC_RULE
 from portolan.scaling.ladder import NUM_MARKS
 
 FRACTIONS = np.arange(1, NUM_MARKS + 1) / NUM_MARKS
@@ -37,11 +37,9 @@ ASYMPTOTE_REACH = 3.0
 ASYMPTOTE_MARGIN = 0.05
 """Nats kept between the public asymptote and the smallest loss."""
 MAX_RATIO = 0.95
-PUBLIC_ASYMPTOTE_PRIOR = (1.5, 0.15)
 PUBLIC_SLOPE = (0.09, 0.015)
 PUBLIC_RUNG_SD = 0.003
 """Of rho, in ln(loss - E)."""
-PUBLIC_KAPPA = 0.008
 SHAPE_DISCREPANCY = 0.02
 SHAPE_DISCREPANCY_RELATIVE = 0.008
 """Of the target's curve at its start, falling to 0 at its end: nats, or over the best rung loss.
@@ -62,10 +60,10 @@ STEPS_SD = 0.05
 class PublicLaw:
     """Priors of the public family: asymptote in nats, exponent, discrepancy per decade."""
 
-    asymptote: tuple[float, float] = PUBLIC_ASYMPTOTE_PRIOR
+    asymptote: tuple[float, float] = (PUBLIC_RULE.mean, PUBLIC_RULE.sd)
     slope: tuple[float, float] = PUBLIC_SLOPE
     rung_sd: float = PUBLIC_RUNG_SD
-    kappa: float = PUBLIC_KAPPA
+    kappa: float = PUBLIC_RULE.kappa
 
 
 @dataclass(frozen=True)

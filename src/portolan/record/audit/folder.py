@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,6 +12,7 @@ from portolan.errors import UsageError
 from portolan.record.audit.figures import Figure, read_claims
 from portolan.record.audit.links import Link, LinkKind, Recorder
 from portolan.record.bases import parse_basis
+from portolan.record.types_runs import RunRole
 from portolan.record.verdicts import Explanation
 
 AUDIT_FILE = "audit.toml"
@@ -82,7 +83,7 @@ class RunTable(Strict):
     """A `[[run]]` of the lineage: where it forked and how far it came, in completed updates."""
 
     name: str
-    role: Literal["production", "trial", "control", "rolled_back", "ablation"] = "production"
+    role: RunRole = "production"
     fork: int = Field(ge=0)
     completed: int = Field(ge=0)
     source: str = "not_stated"

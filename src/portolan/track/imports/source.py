@@ -96,14 +96,11 @@ def chunk_of_lines(
     first_line: int,
     step_key: str,
     time_key: str,
-    *,
-    milliseconds_per_unit: float = 1000.0,
-    attempt: int | None = None,
 ) -> Chunk:
     """A chunk from JSON objects: each number is a value; other fields are counted and skipped.
 
-    The step and the time are kept as values too, so that the tracker's own counter of every row
-    can be looked up later.
+    Times are in seconds. The step and the time are kept as values too, so that the tracker's own
+    counter of every row can be looked up later.
     """
     import polars as pl
 
@@ -115,7 +112,7 @@ def chunk_of_lines(
         step = as_step(line.get(step_key))
         moment = as_number(line.get(time_key))
         finite = moment is not None and math.isfinite(moment)
-        milliseconds = math.floor(moment * milliseconds_per_unit) if finite and moment else None
+        milliseconds = math.floor(moment * 1000) if finite and moment else None
         for key, item in line.items():
             value = as_number(item)
             if value is None:
@@ -126,7 +123,7 @@ def chunk_of_lines(
     kinds = {"line": pl.Int64, "step": pl.Int64, "time": pl.Int64, "key": pl.String}
     frame = pl.DataFrame(columns, schema=kinds | {"value": pl.Float64})
     content = "".join(text + "\n" for text in raw).encode()
-    return Chunk(frame, content, len(raw), skipped, attempt)
+    return Chunk(frame, content, len(raw), skipped)
 
 
 def in_chunks(lines: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
