@@ -5,11 +5,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 NEEDS_GPU = "needs a GPU"
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = pytest.StashKey[str]()
+
+# No property is about time, and a failure in CI must come again on the next try.
+hypothesis.settings.register_profile("portolan", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("portolan")
 
 
 def pytest_configure(config: pytest.Config) -> None:

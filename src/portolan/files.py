@@ -13,6 +13,7 @@ from typing import Any
 from portolan.errors import StorageError
 
 READ_CHUNK_BYTES = 1 << 20
+PARTIAL_SUFFIX = ".partial"
 
 
 def sha256_file(path: Path) -> str:
@@ -68,7 +69,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        descriptor, name = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=PARTIAL_SUFFIX, dir=path.parent
+        )
         os.close(descriptor)
         temporary = Path(name)
         try:

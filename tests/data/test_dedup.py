@@ -71,7 +71,7 @@ def test_first_source_in_byte_order_survives(tmp_path):
     assert find_duplicates(sources[::-1], tmp_path / "attributes") == (folder, manifest, True)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.dictionaries(
         st.sampled_from(["a", "a/b", "a.b", "B", "c"]),

@@ -18,7 +18,7 @@ from portolan.data.documents import (
     check_shards,
     document_id,
     open_stage,
-    remove_partial_folders,
+    remove_partial,
     row_group_bounds,
     run_stage,
     shard_name,
@@ -177,6 +177,8 @@ def test_a_failure_leaves_nothing(tmp_path):
 
 def test_remains_of_a_killed_run_are_removed(tmp_path):
     (tmp_path / "documents" / ".a_0.partial").mkdir(parents=True)
+    (tmp_path / "documents" / ".tokenizer.json.x1.partial").write_text("half")
+    (tmp_path / ".summary.json.x2.partial").write_text("half")
     (tmp_path / "documents" / "a_1").mkdir()
-    remove_partial_folders(tmp_path)
+    remove_partial(tmp_path)
     assert [path.name for path in (tmp_path / "documents").iterdir()] == ["a_1"]

@@ -71,7 +71,7 @@ orders = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(orders)
 def test_counts_are_exact_and_no_sequence_repeats_in_an_epoch(case):
     mixture, seed = case
@@ -90,7 +90,7 @@ def test_counts_are_exact_and_no_sequence_repeats_in_an_epoch(case):
         assert all(0 <= sequence < size for _, sequence in reads)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(orders, st.integers(0, 2**40))
 def test_many_equals_one_by_one(case, start):
     mixture, seed = case
@@ -190,7 +190,7 @@ def test_simulated_epoching_can_reshuffle_each_epoch():
     assert fixed != renewed
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(300, 3000), st.integers(200, 2000), st.integers(1, 12), st.integers(0, 99))
 def test_a_longer_row_skips_and_never_repeats(tokens_a, tokens_b, change_block, seed):
     cells = {"a": tokens_a, "b": tokens_b}

@@ -54,7 +54,7 @@ def test_permutation_is_a_bijection(size):
     assert np.array_equal(np.sort(permute(size, size * 7919, np.arange(size))), np.arange(size))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 40_000), words)
 def test_permutation_of_any_size_is_a_bijection(size, key):
     result = permute(size, key, np.arange(size))
@@ -71,7 +71,7 @@ def test_sizes_and_keys_may_differ_by_element(rows):
     assert permute(sizes, keys, indices).tolist() == expected
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 3000), words, st.integers(1, 70), st.integers(1, 9))
 def test_block_shuffle_is_a_bijection_that_reads_windows_of_whole_blocks(size, key, block, window):
     order = shuffle_blocks(

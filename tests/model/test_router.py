@@ -63,7 +63,7 @@ def test_combine_weights():
     np.testing.assert_allclose(equal.weights_TK.sum(), 2.5, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_selection_is_a_stable_sort(data):
     values = data.draw(

@@ -157,7 +157,7 @@ def test_norms_survive_100_updates(scope, request) -> None:
     assert single_drift > 1e-3 if scope == "joint" else single_drift < 1e-5
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     shape=st.sampled_from([(1, 1, 5), (2, 3, 3), (3, 7, 2), (1, 4, 6)]),

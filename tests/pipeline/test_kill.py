@@ -11,6 +11,7 @@ import pytest
 from tests.pipeline.conftest import Finished
 from tests.pipeline.tools import Running, run_command
 
+from portolan.files import sha256_file
 from portolan.track.tracker import metrics_digest
 
 
@@ -54,10 +55,10 @@ def final_bytes(project: Path) -> dict[str, str]:
     return found
 
 
-def shards(project: Path) -> dict[str, bytes]:
-    """Token shards by path."""
+def shards(project: Path) -> dict[str, str]:
+    """Digests of token shards and of all that stands beside the tokenizer, by path."""
     paths = [*project.glob("corpus/*tokens/**/*.arrow"), *project.glob("corpus/tokenizer/*")]
-    return {path.relative_to(project).as_posix(): path.read_bytes() for path in paths}
+    return {path.relative_to(project).as_posix(): sha256_file(path) for path in paths}
 
 
 @pytest.mark.slow

@@ -329,7 +329,7 @@ def test_without_the_signing_libraries(tmp_path, monkeypatch):
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), cut=st.integers(1, 200), data=st.data())
 def test_any_texts_any_cut(tmp_path_factory, texts, cut, data):
     journal = Journal.create(tmp_path_factory.mktemp("p") / "record", "demo")

@@ -58,9 +58,7 @@ def edit(content: bytes, data: st.DataObject) -> bytes:
     return content[:where] + kinds[data.draw(st.sampled_from(sorted(kinds)))]
 
 
-EXAMPLES = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+EXAMPLES = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @EXAMPLES

@@ -59,7 +59,7 @@ def test_conditioning_agrees_with_a_joint_normal():
     assert part.scales[index] ** 2 == pytest.approx(variance + outcome**2, rel=1e-2)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(unit=st.floats(0.2, 5.0), power=st.floats(0.5, 2.0), factor=st.floats(1e-12, 1e12))
 def test_units_do_not_matter(unit, power, factor):
     """Bits or nats, parameters or FLOPs: the same forecast."""

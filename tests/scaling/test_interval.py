@@ -94,7 +94,7 @@ def test_sampling_gives_the_same_quantiles():
     assert found == pytest.approx(predictive.quantiles((0.05, 0.5, 0.95)), abs=6e-4)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from([0.05, 0.15, 0.3]), st.floats(0, 0.02), st.floats(0.0001, 0.02))
 def test_larger_model_error_never_narrows(sd, kappa, more):
     low, high = public(sd, kappa, 460).quantiles((0.025, 0.975))

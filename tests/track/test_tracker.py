@@ -176,7 +176,7 @@ def test_replayed_rows_are_superseded(tmp_path):
     assert curve(given)[-2:] == [(10, 2), (11, 2)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4))
 def test_canonical_view_is_the_interval_formula(tmp_path_factory, attempts):
     folder = tmp_path_factory.mktemp("run")

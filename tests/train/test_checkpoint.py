@@ -63,7 +63,6 @@ def leaves(draw):
 
 @settings(
     max_examples=15,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "b/0", "opt/m"]), leaves(), min_size=1))

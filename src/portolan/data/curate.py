@@ -13,7 +13,7 @@ from portolan.data.documents import (
     DOCUMENT_SCHEMA,
     Stage,
     read_tables,
-    remove_partial_folders,
+    remove_partial,
     run_stage,
     source_folder_name,
     write_shard,
@@ -126,7 +126,7 @@ def curate_documents(
     """
     check_settings(settings)
     corpus, clock = project_folder / "corpus", _Clock(progress)
-    remove_partial_folders(corpus)
+    remove_partial(corpus)
     resolved = _resolve(settings, project_folder, corpus)
     clock.finish(
         "list",

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from portolan.canonical import step_key
-from portolan.files import fsync_directory, read_json, sha256_file, storage_errors
+from portolan.files import PARTIAL_SUFFIX, fsync_directory, read_json, sha256_file, storage_errors
 
 MANIFEST = "manifest.json"
 ROW_GROUP_DOCUMENTS = 8192
@@ -237,7 +237,7 @@ def run_stage(
     if (manifest := open_stage(final, stage.key)) is not None:
         return final, manifest, True
     with storage_errors(parent):
-        partial = parent / f".{stage.folder_name}.partial"
+        partial = parent / f".{stage.folder_name}{PARTIAL_SUFFIX}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
@@ -278,7 +278,11 @@ def manifest_digest(folder: Path) -> str:
     return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
 
 
-def remove_partial_folders(corpus: Path) -> None:
-    """Delete what a killed run left behind; complete stages are never touched."""
-    for partial in sorted(corpus.glob("*/.*.partial")):
-        shutil.rmtree(partial, ignore_errors=True)
+def remove_partial(corpus: Path) -> None:
+    """Delete folders and files that a killed run left behind; complete ones are never touched."""
+    name = f".*{PARTIAL_SUFFIX}"
+    for partial in sorted([*corpus.glob(name), *corpus.glob(f"*/{name}")]):
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)

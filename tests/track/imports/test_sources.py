@@ -242,7 +242,7 @@ def test_a_run_is_not_overwritten_unless_asked(tmp_path: Path) -> None:
 @hypothesis.given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=6)
 )
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 def test_replays_against_a_plain_rule(spans: list[tuple[int, int]]) -> None:
     """Attempts of given length and step back: the last value written for a row counts."""
     import tempfile
