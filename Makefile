@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROJECT ?= demo
 STAMP := $(VENV)/.installed
+# At most four workers: each may need 4 GB.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 .PHONY: setup setup-test-tools demo test test-slow lint bench docs clean
 
@@ -34,11 +36,11 @@ demo: setup
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/portolan -C $(PROJECT) run
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" $(PARALLEL)
 
 # What takes more than a minute on two cores; `.ci/run` calls most of it.
 test-slow: setup
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow $(PARALLEL)
 
 lint: setup
 	$(BIN)/ruff format --check src tests benchmarks docs

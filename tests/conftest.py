@@ -11,6 +11,7 @@ import pytest
 NEEDS_GPU = "needs a GPU"
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = pytest.StashKey[str]()
+LONG_FIXTURES = ("finished",)
 
 # No property is about time, and a failure in CI must come again on the next try.
 hypothesis.settings.register_profile("portolan", deadline=None, derandomize="CI" in os.environ)
@@ -31,6 +32,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove what `pytest_configure` made."""
     if folder := config.stash.get(PROGRAMS, ""):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist keep a file on one worker, and all users of a long fixture on the same one."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        shared = next((name for name in LONG_FIXTURES if name in fixtures), None)
+        item.add_marker(pytest.mark.xdist_group(shared or str(item.path)))
 
 
 @pytest.fixture(scope="session")

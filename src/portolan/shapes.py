@@ -32,6 +32,7 @@ COMBINE_WEIGHT_SUM = 2.5
 ROPE_THETA = 10_000.0
 INIT_STD_TIMES_SQRT_WIDTH = 0.5
 LADDER_VOCABULARY = 128_256
+MICRO_HEAD_DIM = 16
 DENSE_OVER_WIDTH = 3
 """Inner width of the SwiGLU of a dense layer, over the width."""
 EXPERT_WIDTH_STEP = 8
@@ -314,7 +315,11 @@ def derive_shape(
         raise ShapeError(
             f"unknown shape field {unknown[0]!r}", remedy=f"use one of {', '.join(sorted(names))}"
         )
-    fields: dict[str, Any] = rules[family](width) | {"width": width} | overrides
+    if family == "micro":
+        rule = _micro_shape(width, overrides.get("head_dim", MICRO_HEAD_DIM))
+    else:
+        rule = rules[family](width)
+    fields: dict[str, Any] = rule | {"width": width} | overrides
     if full_kv_heads:
         fields |= dict.fromkeys(("num_kv_heads_local", "num_kv_heads_global"), fields["num_heads"])
     if fields.get("mlp") == "dense":
@@ -399,19 +404,21 @@ def _small_shape(width: int) -> dict:
     }
 
 
-def _micro_shape(width: int) -> dict:
-    if width < 16 or width % 16:
+def _micro_shape(width: int, head_dim: int = MICRO_HEAD_DIM) -> dict:
+    """Smaller heads than 16, shared by a whole ladder, make room for widths between."""
+    if width < 16 or head_dim < 1 or width % head_dim:
         raise ShapeError(
-            f"width = {width} is not in family 'micro'", remedy="use a multiple of 16 from 16 up"
+            f"width = {width} is not in family 'micro' with heads of {head_dim}",
+            remedy=f"use a multiple of {max(1, head_dim)} from 16 up",
         )
-    heads = width // 16
+    heads = width // head_dim
     local, global_ = _kv_heads(heads)
     return _half_width_experts(width) | {
         "vocab_size": 512,
         "sequence_length": 128,
         "num_layers": 4,
         "num_heads": heads,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "num_kv_heads_local": local,
         "num_kv_heads_global": global_,
         "num_experts": 32,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from portolan import accounting
 from portolan.errors import UsageError
 from portolan.optim.schedule import Law, count_warmup_steps, peak_rates, scale_rates
-from portolan.shapes import Family, ModelConfig, derive_shape
+from portolan.shapes import MICRO_HEAD_DIM, Family, ModelConfig, derive_shape
 
 BatchPolicy = Literal["per_rack", "token_power", "fixed"]
 
@@ -279,14 +279,23 @@ def _outside(value: float, bounds: tuple[int, int]) -> bool:
     return not bounds[0] <= value <= bounds[1]
 
 
+def _family_value(rung: Rung, name: str) -> Any:
+    """What the family gives to a field at this width; a switch that is no field is off."""
+    if rung.family != "micro":
+        return getattr(derive_shape(rung.family, rung.width), name, False)
+    if name == "head_dim":
+        return MICRO_HEAD_DIM
+    plain = derive_shape("micro", rung.width, head_dim=rung.config.head_dim)
+    return getattr(plain, name, False)
+
+
 def _warnings(rung: Rung) -> list[str]:
     """What a reader of this plan should know before trusting it."""
     config = rung.config
-    plain = derive_shape(rung.family, rung.width)
     warnings = [
         f"{name} = {value} was set by hand; family {rung.family} gives {reference}"
         for name, value in rung.overrides
-        if (reference := getattr(plain, name, False)) != value
+        if (reference := _family_value(rung, name)) != value
     ]
     for name, divisor in (("num_kv_heads_local", 4), ("num_kv_heads_global", 8)):
         rule = max(1, config.num_heads // divisor)
