@@ -179,7 +179,7 @@ def test_folder_without_a_project_is_an_error_of_every_verb(verb, tmp_path, cli)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", set(VERBS) - {"plan", "run", "curate", "verify"})
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"plan", "run", "curate", "verify"}))
 def test_verb_before_curation_says_what_to_do_first(verb, project, cli):
     done = cli("-C", project, verb, *([0] if verb == "show-batch" else []))
     if verb == "report":
