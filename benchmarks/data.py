@@ -18,9 +18,10 @@ from portolan.data.curate import curate_documents
 from portolan.data.mixture import Mixture, Phase
 from portolan.data.mixture_design import proportional_counts
 from portolan.data.order import Geometry, SequenceOrder
-from portolan.data.store import cells_of_sources, write_store
+from portolan.data.store_writing import cells_of_sources, write_store
 from portolan.data.tokenizer import DocumentTokenizer, train_tokenizer_file
-from portolan.recipe import DataSettings, SourceSettings
+from portolan.recipe import DataSettings
+from portolan.source_settings import SourceSettings
 
 LATTICE = 49_152
 CHUNK = 1 << 17

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from common import claim, main, report, row
+from nested import score_structures
 
 from portolan.pipeline.backtesting import F2, SCORE_LEVELS, score_tasks
 from portolan.scaling.drifting_law import DriftPrior, extrapolate
@@ -121,6 +122,13 @@ def measure(quick: bool) -> dict[str, Any]:
     rows += rows_of("F2, prior of all suites", one_prior(usable))
     if not quick:
         rows += rows_of("settings chosen by the CRPS of other suites", nested_choice(usable))
+        baseline = [s for s in scores if s.method == BEST_BASELINE]
+        for label, group in score_structures(usable).items():
+            rows += rows_of(label, group)
+            for name, value in zip(
+                ("", ", 5 %", ", 95 %"), paired_ratio(group, baseline), strict=True
+            ):
+                rows.append(row(f"{label}: CRPS over {BEST_BASELINE}{name}", value, "ratio"))
         within = read_within_tasks(folder / "curve_tasks.csv", folder / "curves.parquet")
         found = [score for task in within for score in score_within(task)]
         for suite, method in itertools.product(

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from portolan import recipe, timetable
+from portolan import curation_settings, recipe, source_settings, timetable
 from portolan.cli import app
 from portolan.health.checklist import ITEMS, WINDOWS
 from portolan.health.rules import CADENCE_SECONDS, RULES
@@ -63,7 +63,9 @@ def recipe_reference() -> str:
     parts += ["A recipe is a TOML file. Every verb takes `--set section.key=value`.\n\n"]
     parts += [_table(recipe.Recipe, "")]
     sections = dict(_tables(recipe.Recipe, ""))
-    sections["[[data.sources]]"] = recipe.SourceSettings
+    sections["[[data.sources]]"] = source_settings.SourceSettings
+    sections["[[data.fuzzy.reviewed_losses]]"] = curation_settings.ReviewedLoss
+    sections["[[data.decontamination.sets]]"] = curation_settings.EvaluationSource
     sections["[[mixture.phases]]"] = timetable.MixturePhase
     sections["[[context.stages]]"] = timetable.ContextStage
     for name, model in sections.items():

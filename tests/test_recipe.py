@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from portolan.errors import UsageError
 from portolan.pipeline.ablation_arms import ARMS
-from portolan.recipe import _key_lines, find_recipe, load_recipe
+from portolan.recipe import DataSettings, _key_lines, find_recipe, load_recipe
 
 NAMES = ("pocket", "laptop", "single-gpu", "rack", "marin-535b")
 
@@ -220,6 +220,11 @@ def test_the_reference_model_sets_no_switch() -> None:
         (('model.conv.sites=["k", "k"]',), "conv.sites", "listed twice"),
         (("model.moe.balance=best",), "moe.balance", "qb_hist"),
         (("optimizer.matrix=sgd",), "optimizer.matrix", "adamw"),
+        (
+            ("data.fuzzy.enabled=false", "data.fuzzy.containment=0.75"),
+            "data.fuzzy.containment",
+            "leave this key out",
+        ),
     ],
 )
 def test_a_contradiction_names_key_place_and_remedy(overrides, key: str, remedy: str) -> None:
@@ -229,6 +234,22 @@ def test_a_contradiction_names_key_place_and_remedy(overrides, key: str, remedy:
     assert f"--set {overrides[-1]}" in text
     assert key in text
     assert remedy in text
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"embedding": {"dimension": 128}}, "embedding.dimension"),
+        ({"domains": {"fine": 64}}, "domains.fine"),
+        ({"quality": {"labeller": "heuristic"}}, "quality.labeller"),
+        ({"domains": {"count": 4}, "quality": {"seed": 1}}, "quality.seed"),
+        ({"decontamination": {"enabled": False, "fold": "none"}}, "decontamination.fold"),
+    ],
+)
+def test_a_data_key_that_nothing_reads_is_a_contradiction(tables, key: str) -> None:
+    source = {"key": "a", "kind": "text", "path": "in"}
+    settings = DataSettings.model_validate_json(json.dumps({"sources": [source], **tables}))
+    assert key in [name for name, _, _ in settings.contradictions()]
 
 
 def test_every_arm_of_the_ablation_suite_is_a_recipe() -> None:

@@ -87,6 +87,15 @@ def test_micro_fixes_everything_but_the_width(width):
     assert (config.sequence_length, config.window, config.qb_bins) == (128, 64, 1000)
 
 
+def test_smaller_heads_make_room_for_micro_widths_between():
+    config = derive_shape("micro", 40, head_dim=8)
+    assert (config.num_heads, config.head_dim, config.latent_width) == (5, 8, 20)
+    assert (config.num_kv_heads_local, config.num_kv_heads_global) == (1, 1)
+    for width, head_dim in ((40, 16), (36, 8), (8, 8), (40, 0)):
+        with pytest.raises(ShapeError, match=f"width = {width} is not in family 'micro'"):
+            derive_shape("micro", width, head_dim=head_dim)
+
+
 def test_kv_heads_fall_to_a_divisor():
     config = derive_shape("ladder", 14 * 128)
     assert (config.num_heads, config.num_kv_heads_local, config.num_kv_heads_global) == (14, 2, 1)

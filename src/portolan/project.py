@@ -9,6 +9,8 @@ from portolan.files import read_json, storage_errors, write_bytes_atomic
 from portolan.recipe import Recipe, find_recipe, load_recipe
 
 RECIPE_FILE = "recipe.toml"
+CURATION_LOG = Path("logs", "curation.json")
+"""What each step of curation took when it last ran."""
 
 
 @dataclass(frozen=True)

@@ -11,40 +11,25 @@ import tomllib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
 
 from portolan.architecture import KEYS, ModelSettings
 from portolan.canonical import digest, stringify_floats
+from portolan.curation_settings import (
+    DecontaminationSettings,
+    DomainSettings,
+    EmbeddingSettings,
+    FuzzySettings,
+    QualitySettings,
+)
 from portolan.errors import UsageError
 from portolan.settings import Fraction, PositiveInt, Settings
 from portolan.shapes import ModelConfig, Remat, ShapeError, derive_shape
+from portolan.source_settings import LICENSE_CLASSES, LicenseClass, SourceSettings
 from portolan.timetable import ContextSettings, MixtureSettings
-
-INSTALLED_SOURCES = (
-    "stdlib-sources",
-    "stdlib-tests",
-    "stdlib-docstrings",
-    "manual-topics",
-    "package-sources",
-    "package-docstrings",
-    "package-readmes",
-    "package-licences",
-)
-LicenseClass = Literal[
-    "public-domain",
-    "permissive",
-    "share-alike",
-    "model-output-terms",
-    "no-derivatives",
-    "non-commercial",
-    "custom-terms",
-    "unknown",
-]
-LICENSE_CLASSES: tuple[LicenseClass, ...] = get_args(LicenseClass)
-"""From the most open to the most closed."""
 
 
 class BudgetSettings(Settings):
@@ -165,47 +150,6 @@ class TokenizerSettings(Settings):
     eos: Literal["none", "document"] = "document"
 
 
-class SourceSettings(Settings):
-    """One source of documents.
-
-    `installed` takes its text from this machine's Python (key is one of INSTALLED_SOURCES);
-    `text`, `jsonl` and `parquet` read a folder, file or any fsspec URL in `path`.
-    """
-
-    key: str
-    kind: Literal["installed", "text", "jsonl", "parquet"]
-    path: str = ""
-    category: str = "web"
-    upstream: str = ""
-    subset: str = ""
-    revision: str = ""
-    text_field: str = "text"
-    id_field: str = ""
-    content_key: tuple[str, ...] = ()
-    extensions: tuple[str, ...] = ()
-    max_bytes: PositiveInt | None = None
-    license_spdx: str = "NOASSERTION"
-    license_raw: str = ""
-    evidence_url: str = ""
-    accept: str = ""
-    synthetic: bool = False
-    machine_translated: bool = False
-    pdf: bool = False
-    generator: str = ""
-    transform: str = ""
-
-    @pydantic.model_validator(mode="after")
-    def _complete(self) -> "SourceSettings":
-        if self.kind == "installed" and self.key not in INSTALLED_SOURCES:
-            raise ValueError(
-                f"installed source {self.key!r} is unknown; use one of "
-                f"{', '.join(INSTALLED_SOURCES)}"
-            )
-        if self.kind != "installed" and not self.path:
-            raise ValueError(f"source {self.key!r} of kind {self.kind!r} needs a path")
-        return self
-
-
 class DataSettings(Settings):
     """Sources and what is taken out of them before training."""
 
@@ -216,6 +160,11 @@ class DataSettings(Settings):
     heldout_documents_per_domain: PositiveInt = 200
     heldout_fraction_max: Fraction = 0.1
     seed: Annotated[int, Field(ge=0)] = 0
+    fuzzy: FuzzySettings = FuzzySettings()
+    decontamination: DecontaminationSettings = DecontaminationSettings()
+    embedding: EmbeddingSettings = EmbeddingSettings()
+    domains: DomainSettings = DomainSettings()
+    quality: QualitySettings = QualitySettings()
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> "DataSettings":
@@ -226,6 +175,28 @@ class DataSettings(Settings):
             if keys.count(key) > 1:
                 raise ValueError(f"source key {key!r} is used twice")
         return self
+
+    def contradictions(self) -> Iterator[tuple[str, str, str]]:
+        """(key, what is wrong with it, remedy) of every key that can have no effect."""
+        no_domains = "data.domains.count is not set", "set it, or leave this key out"
+        idle: list[tuple[str, Settings, set[str], tuple[str, str]]] = []
+        if self.domains.count is None:
+            idle += [
+                ("embedding", self.embedding, set(), no_domains),
+                ("domains", self.domains, set(), no_domains),
+            ]
+            if self.quality.labeller is not None:
+                yield "quality.labeller", *no_domains
+        if self.quality.labeller is None:
+            why = "data.quality.labeller is not set", "set it, or leave this key out"
+            idle.append(("quality", self.quality, set(), why))
+        for name, table in (("fuzzy", self.fuzzy), ("decontamination", self.decontamination)):
+            if not table.enabled:
+                why = f"data.{name}.enabled is false", "leave this key out"
+                idle.append((name, table, {"enabled"}, why))
+        for name, table, switches, why in idle:
+            for key in table.changed() - switches:
+                yield f"{name}.{key}", *why
 
 
 class Recipe(Settings):
@@ -270,6 +241,8 @@ class Recipe(Settings):
         """(key, what is wrong with it, remedy) of every key that can have no effect."""
         for key, problem, remedy in self.model.contradictions():
             yield f"model.{key}", problem, remedy
+        for key, problem, remedy in self.data.contradictions():
+            yield f"data.{key}", problem, remedy
         if self.optimizer.gated_norm != "muonh" and not self.model.norm.gated:
             problem = "model.norm.gated = false leaves no such matrix"
             yield "optimizer.gated_norm", problem, "leave it out"
@@ -343,7 +316,10 @@ def load_recipe(path: Path, overrides: tuple[str, ...] = ()) -> Recipe:
     for override in overrides:
         key = _apply_override(values, override)
         places[key] = f"--set {override}"
-    return _validate(values, path, places)
+    recipe = _validate(values, path, places)
+    if not recipe.mixture.file:
+        return recipe
+    return recipe.model_copy(update={"mixture": recipe.mixture.with_file(path.parent)})
 
 
 def _validate(values: dict, path: Path, places: dict[str, str]) -> Recipe:

@@ -1,12 +1,16 @@
 """Settings of what changes while a run goes on: the mixture and the length of its rows."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
 
+from portolan.errors import UsageError
+from portolan.files import read_json
 from portolan.settings import PositiveInt, Settings
 
+MAIN_PHASE = "main"
 InsideRun = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -19,20 +23,64 @@ class MixturePhase(Settings):
 
 
 class MixtureSettings(Settings):
-    """Weights of the domains: proportional to tokens, or `weights` by source key; and the cap.
+    """Weights of the cells: proportional to tokens, or `weights` by cell; and the cap on epochs.
 
     `phases` change the weights at a fraction of every run, rungs included, at the last mixture
-    block that starts before it.
+    block that starts before it. `file`, a mixture file relative to the recipe, gives the weights
+    of the first phase, `main`, and of every phase by its name.
     """
 
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
+    file: str = ""
     max_epochs: Annotated[float, Field(gt=0)] = 8.0
     phases: tuple[MixturePhase, ...] = ()
 
     @pydantic.model_validator(mode="after")
     def _in_order(self) -> "MixtureSettings":
         _check_order("phases", [phase.from_fraction for phase in self.phases])
+        names = [MAIN_PHASE, *(phase.name for phase in self.phases)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"phases {names}: two have one name, or one that of the first")
         return self
+
+    def with_file(self, folder: Path) -> "MixtureSettings":
+        """These settings with the weights of the file, so that a recipe's digest covers them.
+
+        Raises:
+            UsageError: weights are given twice, or the file has other phases.
+        """
+        if not self.file:
+            return self
+        path = folder / self.file
+        if self.weights or any(phase.weights for phase in self.phases):
+            raise UsageError(
+                f"mixture.file = {self.file!r} and mixture weights are both given",
+                remedy="leave one of them out",
+            )
+        counts = _read_counts(path)
+        names = [MAIN_PHASE, *(phase.name for phase in self.phases)]
+        if list(counts) != names:
+            raise UsageError(
+                f"{path} has the phases {', '.join(counts)}, the recipe {', '.join(names)}",
+                remedy="make the mixture again with `portolan mixture propose`",
+            )
+        phases = tuple(p.model_copy(update={"weights": counts[p.name]}) for p in self.phases)
+        return self.model_copy(update={"weights": counts[MAIN_PHASE], "phases": phases})
+
+
+def _read_counts(path: Path) -> dict[str, dict[str, float]]:
+    """Counts by cell of every phase of a mixture file, in its order; all else is checked later."""
+    try:
+        phases: list[dict[str, Any]] = read_json(path)["phases"]
+        return {
+            phase["name"]: {cell: float(count) for cell, count in phase["counts"].items()}
+            for phase in phases
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"mixture.file: {path} is not a mixture file: {type(error).__name__}: {error}",
+            remedy="name a file of `portolan mixture propose`, or pass --set 'mixture.file=\"\"'",
+        ) from error
 
 
 class ContextStage(Settings):

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from portolan.data.store import TokenStore, cells_of_sources, write_store
+from portolan.data.store import TokenStore
+from portolan.data.store_writing import cells_of_sources, write_store
 from portolan.data.tokenizer import DocumentTokenizer, train_tokenizer
 
 WORDS = ["ship", "harbour", "tide", "wind", "sail", "rope", "chart", "star", "port", "mast", "fog"]

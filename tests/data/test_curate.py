@@ -13,16 +13,22 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from portolan.data import curate, heldout, normalize
+from portolan.data import heldout, normalized_shards, training_documents
 from portolan.data.curate import curate_documents
+from portolan.data.engine import Engine, LocalExecutor
 from portolan.errors import PortolanError, StorageError, UsageError
-from portolan.recipe import DataSettings, SourceSettings
+from portolan.recipe import DataSettings
+from portolan.source_settings import SourceSettings
 
 VOCABULARY = [f"word{i}" for i in range(3000)]
 
 
 def text_of(seed, count=120):
     return " ".join(random.Random(seed).choices(VOCABULARY, k=count))
+
+
+def copy_of(text):
+    return f"{text} one more word"
 
 
 def write_inputs(folder, num_documents=60):
@@ -32,7 +38,7 @@ def write_inputs(folder, num_documents=60):
     for i in range(num_documents):
         (folder / "one" / f"{i:04d}.txt").write_text(text_of(i))
     rows = [{"text": text_of(i), "name": str(i)} for i in range(num_documents - 10, num_documents)]
-    rows += [{"text": text_of(i) + " one more word"} for i in range(num_documents - 20)]
+    rows += [{"text": copy_of(text_of(i))} for i in range(num_documents // 3)]
     rows += [{"text": text_of(10_000 + i)} for i in range(num_documents)]
     (folder / "two" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "one" / "zeros.bin").write_bytes(bytes(1000))
@@ -73,6 +79,8 @@ def test_accounting_and_disjoint_heldout_text(tmp_path):
         *["normalise"] * 2,
         "dedup",
         "heldout",
+        "decontamination",
+        "near-duplicates",
         "train",
     ]
     for source in corpus.sources:
@@ -82,17 +90,19 @@ def test_accounting_and_disjoint_heldout_text(tmp_path):
         assert sum(len(row["text"].encode()) for row in train) == source.train_text_bytes
         assert len(read_shards(source.heldout_shards)) == source.heldout_documents
         assert source.heldout_documents >= 6
+    held = [row["text"] for source in corpus.sources for row in read_shards(source.heldout_shards)]
+    copies = [text for text in map(text_of, range(20)) if not {text, copy_of(text)} & set(held)]
     assert one.dropped == {
         "binary": 1,
         "invalid_utf8": 1,
         "heldout": one.heldout_documents,
+        "fuzzy_dup": len(copies),
         **near(one),
     }
     assert two.dropped == {"global_dup": 10, "heldout": two.heldout_documents, **near(two)}
     assert near(two), "near-copies of held-out documents of the other source must go"
-
-    held = [row["text"] for source in corpus.sources for row in read_shards(source.heldout_shards)]
     train = [row["text"] for source in corpus.sources for row in read_shards(source.train_shards)]
+    assert set(map(copy_of, copies)) <= set(train), "the longer one of a pair stays"
     assert len(set(train)) == len(train)
     assert not set(held) & set(train)
     windows = {tuple(text.split()[i : i + 13]) for text in held for i in range(108)}
@@ -125,8 +135,8 @@ def test_workers_order_and_place_do_not_change_bytes(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     settings = settings_of()
     reordered = settings.model_copy(update={"sources": settings.sources[::-1]})
-    curate_documents(settings, tmp_path / "a", workers=1)
-    curate_documents(reordered, tmp_path / "b", workers=2)
+    curate_documents(settings, tmp_path / "a", engine=Engine(LocalExecutor(1)))
+    curate_documents(reordered, tmp_path / "b", engine=Engine(LocalExecutor(2)))
     assert files_of(tmp_path / "a/corpus") == files_of(tmp_path / "b/corpus")
     assert str(tmp_path).encode() not in b"".join(files_of(tmp_path / "a/corpus").values())
 
@@ -185,7 +195,7 @@ def test_no_document_to_hold_out_is_an_error(tmp_path):
 
 def test_a_heldout_document_in_training_is_refused(tmp_path, monkeypatch):
     write_inputs(tmp_path, num_documents=30)
-    monkeypatch.setattr(curate, "_without", lambda path, *_: curate.read_tables(path))
+    monkeypatch.setattr(training_documents, "read_removals", lambda removals: {})
     with pytest.raises(PortolanError, match="stands in training shard"):
         curate_documents(settings_of(), tmp_path)
     assert not list((tmp_path / "corpus/documents").glob("train_*"))
@@ -210,10 +220,10 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(normalize, "write_shard", full)
+        patch.setattr(normalized_shards, "write_shard", full)
         with pytest.raises(StorageError, match="No space left"):
             curate_documents(settings_of(), tmp_path)
-    assert list((tmp_path / "corpus/documents").iterdir()) == []
+    assert all(path.name.startswith(".") for path in (tmp_path / "corpus/documents").iterdir())
     assert curate_documents(settings_of(), tmp_path).sources[0].train_documents
 
 

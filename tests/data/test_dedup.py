@@ -18,6 +18,7 @@ from portolan.data.documents import (
     shard_of,
     write_shard,
 )
+from portolan.data.engine import Engine
 
 
 def make_source(folder, key, texts, num_shards=1):
@@ -60,7 +61,7 @@ def test_first_source_in_byte_order_survives(tmp_path):
         make_source(tmp_path, "a", ["x", "y"], num_shards=3),
         make_source(tmp_path, "Z", ["z"]),
     ]
-    folder, manifest, _ = find_duplicates(sources, tmp_path / "attributes")
+    folder, manifest, _ = find_duplicates(Engine(), sources, tmp_path / "attributes")
     x, y, z = map(document_id, "xyz")
     assert losers(folder, manifest) == {"Z": set(), "a": set(), "a/b": {y}, "b": {x, y, z}}
     assert manifest["dup_doc"] == {"Z": 0, "a": 0, "a/b": 1, "b": 3}
@@ -68,7 +69,11 @@ def test_first_source_in_byte_order_survives(tmp_path):
     names = {entry["name"] for entry in manifest["shards"]}
     assert names == {f"{s.key.replace('/', '~')}/{n}" for s in sources for n in s.shard_names}
     assert {e["status"] for e in manifest["shards"] if e["name"].startswith("Z")} == {"empty"}
-    assert find_duplicates(sources[::-1], tmp_path / "attributes") == (folder, manifest, True)
+    assert find_duplicates(Engine(), sources[::-1], tmp_path / "attributes") == (
+        folder,
+        manifest,
+        True,
+    )
 
 
 @settings(max_examples=8)
@@ -85,7 +90,7 @@ def test_equals_the_plain_definition(tmp_path_factory, texts, per_partition):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dedup, "DOCUMENTS_PER_PARTITION", per_partition)
         sources = [make_source(folder, key, sorted(texts[key]), 2) for key in texts]
-        path, manifest, _ = find_duplicates(sources, folder / "attributes")
+        path, manifest, _ = find_duplicates(Engine(), sources, folder / "attributes")
     expected, seen = {}, set()
     for key in sorted(texts, key=str.encode):
         expected[key] = {document_id(text) for text in texts[key] & seen}

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from portolan.data.heldout import Hit, WindowIndex, _Judge, choose_heldout, window_hashes
-from portolan.recipe import DataSettings, SourceSettings
+from portolan.recipe import DataSettings
+from portolan.source_settings import SourceSettings
 
 
 def settings_of(**fields) -> DataSettings:
@@ -121,6 +122,7 @@ def test_a_training_document_that_holds_a_heldout_one_is_removed():
     found, kept = judge([" ".join(words(7, 30)), " ".join(held)], [inside, part])
     assert found == {
         "id": "0",
+        "reason": "near_heldout",
         "rule": "heldout_windows",
         "heldout_source": "s",
         "heldout_id": "1",

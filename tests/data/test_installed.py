@@ -14,7 +14,7 @@ from portolan.data.installed import (
     read_topics,
 )
 from portolan.data.readers import Drop, InputFile, ReadOptions
-from portolan.recipe import INSTALLED_SOURCES
+from portolan.source_settings import INSTALLED_SOURCES
 
 MODULE = textwrap.dedent(
     '''

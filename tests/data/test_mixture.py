@@ -24,6 +24,7 @@ from portolan.data.mixture import (
     step_unit,
 )
 from portolan.data.mixture_design import (
+    count_limits,
     proportional_counts,
     round_to_lattice,
     temperature_weights,
@@ -51,7 +52,8 @@ def test_round_trip_through_the_file(tmp_path):
     loaded = load_mixture(tmp_path / "mixture.json")
     assert loaded == MIXTURE
     assert loaded.digest == MIXTURE.digest
-    check_mixture(loaded, **RUN, sequence_length=4096, budgets_tokens=[15 * T, 3_750 * G])
+    phases = [("main", 0, 15 * T), ("cooldown", 312_192, 3_750 * G)]
+    check_mixture(loaded, **RUN, sequence_length=4096, phases=phases, cap_epochs=8)
 
 
 def test_floats_are_put_on_the_lattice(tmp_path):
@@ -113,8 +115,10 @@ def test_broken_counts_are_refused(counts, message):
 
 
 def test_budgets_and_row_length_of_the_run_are_checked():
-    with pytest.raises(MixtureError, match="phase budgets"):
-        check_mixture(MIXTURE, **RUN, budgets_tokens=[15 * T])
+    with pytest.raises(MixtureError, match="the run expects"):
+        check_mixture(MIXTURE, **RUN, phases=[("main", 0, 15 * T)])
+    with pytest.raises(MixtureError, match="its cap is 8 epochs, this run's is 4"):
+        check_mixture(MIXTURE, **RUN, cap_epochs=4)
     with pytest.raises(MixtureError, match="sequence length is 4096"):
         check_mixture(MIXTURE, **RUN, sequence_length=8192)
 
@@ -317,17 +321,22 @@ def test_rounding_keeps_the_sum_and_stays_within_one(weights, lattice):
 
 def test_capped_cells_are_rounded_down_and_ties_go_by_name():
     assert round_to_lattice({"b": 1, "a": 1, "c": 1}, 4) == {"a": 2, "b": 1, "c": 1}
-    assert round_to_lattice({"a": 0.39, "b": 0.61}, 10, capped=["a"]) == {"a": 3, "b": 7}
+    assert round_to_lattice({"a": 0.39, "b": 0.61}, 10, limits={"a": 3}) == {"a": 3, "b": 7}
+    assert round_to_lattice({"a": 8, "b": 1, "c": 1}, 10, limits={"a": 3}) == {
+        "a": 3, "b": 4, "c": 3
+    }  # fmt: skip
     with pytest.raises(MixtureError, match="all 0"):
         round_to_lattice({"a": 0}, 4)
     with pytest.raises(MixtureError, match="every cell is at its cap"):
-        round_to_lattice({"a": 1, "b": 1}, 3, capped=["a", "b"])
+        round_to_lattice({"a": 1, "b": 1}, 3, limits={"a": 1, "b": 1})
 
 
 def test_small_cells_can_be_lifted():
     tokens = {"a": 1000, "b": 1, "c": 0}
     assert proportional_counts(tokens, 16) == {"a": 16, "b": 0, "c": 0}
     assert proportional_counts(tokens, 16, at_least_one=True) == {"a": 15, "b": 1, "c": 0}
+    limits = {"a": 16, "b": 0, "c": 0}
+    assert proportional_counts(tokens, 16, limits=limits, at_least_one=True)["b"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +373,10 @@ def test_golden_temperature_of_the_public_store(public_cells, power, num_capped,
     result = temperature_weights(public_cells, power, budget_tokens=18_750 * G, cap_epochs=8)
     assert len(result.capped) == num_capped
     assert max(result.weights.values()) == pytest.approx(largest, rel=1e-5)
-    counts = round_to_lattice(result.weights, 49_152, capped=result.capped)
+    limits = count_limits(public_cells, 49_152, budget_tokens=18_750 * G, cap_epochs=8)
+    assert limits["c22q0"] == 0
+    counts = round_to_lattice(result.weights, 49_152, limits=limits)
+    assert all(counts[n] == limits[n] for n in result.capped)
     assert all(counts[n] * 18_750 * G <= 8 * 49_152 * v for n, v in public_cells.items())
 
 

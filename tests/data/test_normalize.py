@@ -12,23 +12,33 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from portolan.data import normalize
+from portolan.data import normalize, normalized_shards
 from portolan.data.documents import document_id, shard_of
+from portolan.data.engine import Engine, LocalExecutor
 from portolan.data.normalize import cut_whitespace, location_rank, normalize_source
 from portolan.data.sources import DigestCache, resolve_source
-from portolan.data.workers import WorkerPool
 from portolan.errors import UsageError
-from portolan.recipe import DataSettings, SourceSettings
+from portolan.recipe import DataSettings
+from portolan.source_settings import SourceSettings
 
 
-def run(folder: Path, *, workers=1, seed=0, max_document_bytes=1 << 24, out="out", **source):
+def run(
+    folder: Path,
+    *,
+    workers=1,
+    seed=0,
+    task_bytes=1 << 29,
+    max_document_bytes=1 << 24,
+    out="out",
+    **source,
+):
     source = {"key": "notes", "kind": "text", "license_spdx": "MIT", **source}
     settings = DataSettings(
         sources=(SourceSettings(**source),), seed=seed, max_document_bytes=max_document_bytes
     )
     resolved = resolve_source(settings.sources[0], settings, folder, DigestCache(folder / out))
-    with WorkerPool(workers) as pool:
-        stage, manifest, _ = normalize_source(resolved, seed, folder / out, pool)
+    with Engine(LocalExecutor(workers), task_bytes=task_bytes) as engine:
+        stage, manifest, _ = normalize_source(engine, resolved, seed, folder / out)
     return stage, manifest
 
 
@@ -264,3 +274,50 @@ def test_urls_give_the_bytes_of_a_folder(tmp_path):
     remote, _ = run(tmp_path, path="memory://normalize", out="remote")
     assert files_of(local) == files_of(remote)
     system.rm("/normalize", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"path": "in"},
+        {"path": "in", "max_bytes": 3000},
+        {"path": "rows.jsonl", "kind": "jsonl", "content_key": ("repo",), "max_bytes": 4000},
+    ],
+)
+def test_memory_does_not_change_bytes(tmp_path, monkeypatch, options):
+    texts = corpus(tmp_path / "in")
+    rows = [{"text": text, "repo": str(i % 20)} for i, text in enumerate(texts * 2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(normalize, "INPUT_BYTES_PER_SHARD", sum(map(len, texts)) // 3)
+    plenty, manifest = run(tmp_path, out="plenty", **options)
+    assert any(entry["rows"] for entry in manifest["shards"])
+    monkeypatch.setattr(normalize, "SPOOL_ROWS", 7)
+    monkeypatch.setattr(normalized_shards, "KEYS_PER_PASS", 50)
+    little, _ = run(tmp_path, out="little", task_bytes=2000, **options)
+    assert files_of(plenty) == files_of(little)
+
+
+def test_a_source_that_disappears_goes_on_where_it_was(tmp_path, monkeypatch):
+    texts = {f"{name}.txt": f"text {name}" for name in "abcd"}
+    write_texts(tmp_path / "in", texts)
+    expected, _ = run(tmp_path, path="in", out="expected")
+    monkeypatch.setattr(normalize, "TASK_FILES", 1)
+    plain, read = normalize.READERS["text"], []
+
+    def vanish(file, options):
+        if file.path == "c.txt":
+            (tmp_path / "in/c.txt").unlink()
+        yield from note(file, options)
+
+    def note(file, options):
+        read.append(file.path)
+        yield from plain(file, options)
+
+    monkeypatch.setitem(normalize.READERS, "text", vanish)
+    with pytest.raises(UsageError, match=r"notes, task read-000002: .*c\.txt"):
+        run(tmp_path, path="in")
+    write_texts(tmp_path / "in", texts)
+    monkeypatch.setitem(normalize.READERS, "text", note)
+    stage, _ = run(tmp_path, path="in")
+    assert read == ["a.txt", "b.txt", "c.txt", "c.txt", "d.txt"]
+    assert files_of(stage) == files_of(expected)

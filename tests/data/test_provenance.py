@@ -15,7 +15,8 @@ from portolan.data.provenance import (
     write_provenance,
 )
 from portolan.data.sources import DigestCache, resolve_source
-from portolan.recipe import DataSettings, SourceSettings
+from portolan.recipe import DataSettings
+from portolan.source_settings import SourceSettings
 
 
 def row_of(tmp_path, key="notes", **fields):
@@ -24,7 +25,8 @@ def row_of(tmp_path, key="notes", **fields):
     source = SourceSettings(key=key, kind="text", path="in", license_spdx="MIT", **fields)
     settings = DataSettings(sources=(source,))
     resolved = resolve_source(source, settings, tmp_path, DigestCache(tmp_path / "corpus"))
-    return provenance_row(resolved, documents=1, text_bytes=4)
+    facts = resolved.license_facts
+    return provenance_row(resolved, documents=1, text_bytes=4, license_facts=facts)
 
 
 def test_row(tmp_path):

@@ -184,7 +184,7 @@ def test_parquet_columns_are_checked(tmp_path, fields, message):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000)[:-12]),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-12]),
         ("a.jsonl.gz", b"this is no gzip file"),
         ("a.jsonl.zst", zstandard.compress(b'{"text": "x"}\n' * 1000)[:-5]),
         ("a.jsonl.zst", b"this is no zstd file"),
@@ -224,7 +224,7 @@ def test_extensions_and_single_files(tmp_path):
 
 @pytest.mark.parametrize("root", ["/no/such/folder", "nosuchprotocol://x", "memory://nothing"])
 def test_a_missing_place_is_an_error(root):
-    with pytest.raises(UsageError, match="cannot list"):
+    with pytest.raises(UsageError, match=r"cannot (list|open)"):
         list_files(root, ())
 
 

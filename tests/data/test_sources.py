@@ -7,7 +7,8 @@ import pytest
 from portolan.data import installed, sources
 from portolan.data.sources import DigestCache, check_settings, content_digest, resolve_source
 from portolan.errors import UsageError
-from portolan.recipe import DataSettings, SourceSettings
+from portolan.recipe import DataSettings
+from portolan.source_settings import SourceSettings
 
 
 def settings_of(*rows, **fields):
@@ -80,7 +81,7 @@ def test_an_unknown_licence_is_warned_about(tmp_path):
 def test_packages_of_other_licences_are_left_out_and_counted(tmp_path):
     row = {"key": "package-readmes", "kind": "installed", "category": "code"}
     source = resolve(tmp_path, row, accepted_license_classes=("permissive",))
-    assert source.license_per_document
+    assert source.license_column == "license"
     assert {file.path.split("-")[0] for file in source.refused} >= {"hypothesis"}
     assert source.license_facts.license_class == "permissive"
     with pytest.raises(UsageError, match="'package-readmes': licence"):
@@ -94,11 +95,12 @@ def test_an_installed_source_that_this_machine_lacks_is_empty(tmp_path, monkeypa
     installed.forget_listings()
 
 
-def test_a_pinned_revision_is_taken_as_it_is(tmp_path):
+def test_a_revision_names_a_local_source_and_its_content_decides(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("x")
-    assert resolve(tmp_path, {**TEXT, "revision": "v1"}).revision == "v1"
-    assert not (tmp_path / "corpus").exists()
+    named = resolve(tmp_path, {**TEXT, "revision": "v1"})
+    assert named.revision == "v1"
+    assert named.content == resolve(tmp_path, TEXT).revision
 
 
 def test_digests_are_remembered_until_a_file_changes(tmp_path, monkeypatch):

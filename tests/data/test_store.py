@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from portolan.data.store import (
-    StoreError,
-    TokenStore,
+from portolan.data.store import StoreError, TokenStore
+from portolan.data.store_writing import (
+    ShardPart,
     cells_of_sources,
     payload_dtype,
     store_stage,
@@ -112,10 +112,39 @@ def test_everything_that_changes_bytes_is_in_the_key(corpus, tokenizer):
 
 
 def test_a_cell_of_two_sources_is_merged_by_id(tmp_path, corpus, tokenizer):
-    both = write_store(tmp_path, {"c00q0": corpus}, tokenizer, inputs=INPUTS).cells["c00q0"]
+    cells = {"c00q0": [one for parts in cells_of_sources(corpus).values() for one in parts]}
+    both = write_store(tmp_path, cells, tokenizer, inputs=INPUTS).cells["c00q0"]
     rows = sorted((row["id"], key) for key, shards in corpus for row in read_texts(shards))
     found = [(span.document_id, span.source) for span in both.documents(0, both.num_tokens)]
     assert found == rows
+    lengths = {key: [0, 0] for key, _ in corpus}
+    for span in both.documents(0, both.num_tokens):
+        lengths[span.source][0] += 1
+        lengths[span.source][1] += span.stop - span.start
+    assert both.count_sources() == {key: tuple(count) for key, count in lengths.items()}
+
+
+def test_a_cell_can_be_some_row_groups_of_a_shard(tmp_path, corpus, tokenizer):
+    rows = read_texts(dict(corpus)["web"])
+    path = tmp_path / "part.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=50)
+    parts = {"c00": [("web", [ShardPart(path, 0, 2)])], "c01": [("web", [ShardPart(path, 2)])]}
+    store = write_store(tmp_path, parts, tokenizer, inputs=INPUTS)
+    found = {
+        name: [span.document_id for span in cell.documents(0, cell.num_tokens)]
+        for name, cell in store.cells.items()
+    }
+    ids = [row["id"] for row in rows]
+    assert found == {"c00": ids[:100], "c01": ids[100:]}
+
+
+def test_the_lists_that_a_person_made_are_in_the_key(corpus, tokenizer):
+    cells = cells_of_sources(corpus)
+    keys = {
+        store_stage(cells, tokenizer, inputs=INPUTS, choices=choices).key
+        for choices in (None, {"exempt_sources": ["web"]}, {"exempt_sources": ["manual"]})
+    }
+    assert len(keys) == 3
 
 
 def test_rows_and_documents_across_shards(store, corpus, tokenizer):
@@ -202,11 +231,11 @@ def test_ids_out_of_order_and_empty_documents_are_refused(tmp_path, tokenizer):
     path = tmp_path / "part.parquet"
     pq.write_table(pa.table({"id": ["f" * 32, "0" * 32], "text": ["a", "b"]}), path)
     with pytest.raises(StoreError, match="sorted by id"):
-        write_store(tmp_path / "t", {"web": [("web", [path])]}, tokenizer, inputs=INPUTS)
+        write_store(tmp_path / "t", {"web": [("web", [ShardPart(path)])]}, tokenizer, inputs=INPUTS)
     plain = DocumentTokenizer(tokenizer.content, BoundaryPolicy("none", "none"))
     pq.write_table(pa.table({"id": ["0" * 32], "text": [""]}), path)
     with pytest.raises(StoreError, match="no tokens"):
-        write_store(tmp_path / "t", {"web": [("web", [path])]}, plain, inputs=INPUTS)
+        write_store(tmp_path / "t", {"web": [("web", [ShardPart(path)])]}, plain, inputs=INPUTS)
     assert list((tmp_path / "t").iterdir()) == []
 
 
@@ -215,14 +244,14 @@ def test_a_cell_without_documents_is_marked_empty(tmp_path, tokenizer):
     pq.write_table(
         pa.table({"id": pa.array([], pa.string()), "text": pa.array([], pa.string())}), path
     )
-    empty = write_store(tmp_path, {"web": [("web", [path])]}, tokenizer, inputs=INPUTS)
+    empty = write_store(tmp_path, {"web": [("web", [ShardPart(path)])]}, tokenizer, inputs=INPUTS)
     assert empty.manifest["cells"][0]["status"] == "empty"
     assert empty.tokens_by_cell == {"web": 0}
 
 
 KILLED = """
 import os, pathlib, signal, sys
-import portolan.data.store as store
+import portolan.data.store_writing as store
 from portolan.data.tokenizer import DocumentTokenizer
 original, calls = store._write_shard, []
 def write(*arguments):
@@ -232,7 +261,7 @@ def write(*arguments):
     return original(*arguments)
 store._write_shard = write
 tokenizer = DocumentTokenizer(pathlib.Path(sys.argv[2]).read_bytes())
-shards = [pathlib.Path(p) for p in sys.argv[3:]]
+shards = [store.ShardPart(pathlib.Path(p)) for p in sys.argv[3:]]
 cells = {"manual/log": [("manual/log", shards)]}
 store.write_store(pathlib.Path(sys.argv[1]), cells, tokenizer, inputs=["0" * 16], shard_tokens=3000)
 """
@@ -250,7 +279,7 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(tmp_path, corpus, tokeni
         TokenStore(next(target.iterdir()))
     store = write_store(
         target,
-        {"manual/log": [("manual/log", shards)]},
+        {"manual/log": [("manual/log", [ShardPart(path) for path in shards])]},
         tokenizer,
         inputs=INPUTS,
         shard_tokens=3000,

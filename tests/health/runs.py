@@ -92,3 +92,22 @@ def damaged(base: Evidence, key: str, change) -> Evidence:
     values = change((old.rows + 1) / target.steps, old.values.copy())
     series = dict(target.series) | {key: Series(old.rows, values)}
     return dataclasses.replace(base, target=dataclasses.replace(target, series=series, shapes={}))
+
+
+def small_batch(width: int, steps: int, seed: int = 0) -> RunCurves:
+    """A clean run of small batches: rows of the loss scatter, the more the larger the run, and the
+    routing of one batch is uneven, most in the first 100 updates.
+    """
+    base = make_run(width, steps=steps, seed=seed)
+    rng = np.random.default_rng(7919 * width + seed)
+    series = dict(base.series)
+    loss = series["train/cross_entropy"]
+    scatter = 0.16 * (width / 768) ** 0.35
+    series["train/cross_entropy"] = Series(
+        loss.rows, loss.values + rng.normal(0, scatter, len(loss.rows))
+    )
+    for layer in range(LAYERS):
+        old = series[f"router/entropy/{layer}"]
+        dip = 0.05 + 0.03 * np.exp(-old.rows / 50) + rng.normal(0, 0.012, len(old.rows))
+        series[f"router/entropy/{layer}"] = Series(old.rows, math.log(EXPERTS) - np.abs(dip))
+    return dataclasses.replace(base, series=series, shapes={})

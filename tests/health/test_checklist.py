@@ -5,7 +5,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests.health.runs import EVALUATIONS, RUNGS, STEPS, damaged, evidence, make_run, rates
+from tests.health.runs import (
+    EVALUATIONS,
+    RUNGS,
+    STEPS,
+    damaged,
+    evidence,
+    make_run,
+    rates,
+    small_batch,
+)  # fmt: skip
 
 from portolan.health import items
 from portolan.health.bands import Band, build_band, compare, outside_in_a_row, slope_at, value_at
@@ -144,6 +153,32 @@ def evidence_of_a_long_run():
     )
 
 
+SMALL_LADDER = ((768, 600, 0), (768, 600, 1), (1024, 1200, 0), (1536, 2400, 0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_ladder_of_small_batches_sets_its_own_limits(seed):
+    """Jumps and entropies that its rungs show as well are no fault; larger ones are."""
+    rungs = [small_batch(width, steps, 10 * seed + s) for width, steps, s in SMALL_LADDER]
+    target = small_batch(2048, STEPS, 10 * seed)
+    base = dataclasses.replace(evidence(), target=target, rungs=rungs)
+    assert float(np.max(np.diff(target.series["train/cross_entropy"].values))) > items.MAX_JUMP
+    assert failed(base) == set()
+    jumps = damaged(base, "train/cross_entropy", lambda f, v: v + 4.0 * (np.abs(f - 0.9) < 1e-4))
+    assert failed(jumps) == {4}
+    assert failed(all_layers(base, "entropy", late(lambda f, v: v - 0.08))) == {7}
+
+
+def test_a_rung_watched_by_the_others_is_silent():
+    rungs = [small_batch(width, steps, s) for width, steps, s in SMALL_LADDER]
+    for left_out in rungs:
+        others = [rung for rung in rungs if rung is not left_out]
+        base = dataclasses.replace(
+            evidence(), target=left_out, rungs=others, evaluations={}, rates=None
+        )
+        assert failed(base) == set(), left_out.label
+
+
 def test_windows_of_changes(clean):
     changed = dataclasses.replace(clean, changes=[3000], context_changes=[3000])
     results = {r.item.number: r for r in run_checklist(changed)}
@@ -185,6 +220,9 @@ def test_band_by_hand():
     assert beyond.half_width == pytest.approx(2.0 + 0.5 * 2.0)
     assert beyond.nearest(2.4) == ("b", 2.0)
     assert build_band(0.5, [("a", 1.0, 2.0), ("b", 1.0, 2.1)], 9.0) is None
+    two = build_band(0.5, [("a", 1.0, 2.0), ("b", 2.0, 3.0)], 4.0)
+    assert two is not None and two.centre == 2.5
+    assert two.half_width == pytest.approx(3 * np.sqrt(0.5) + 2 * 1.0)
     flat = build_band(0.5, [("a", 1.0, 2.0), ("b", 2.0, 2.0)], 3.0, tolerance=0.1, relative=True)
     assert flat is not None and flat.half_width == pytest.approx(0.2)
 

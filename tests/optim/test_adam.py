@@ -81,3 +81,24 @@ def test_clip_can_be_chosen():
     assert SETTINGS.resolved_clip == 1.0
     assert replace(SETTINGS, clip=0.3).resolved_clip == 0.3
     assert replace(SETTINGS, matrix="muonh").resolved_clip is None
+
+
+def test_a_refused_update_changes_nothing_and_an_accepted_one_copies_nothing():
+    """In place: beside gradients and donated arrays, less than one leaf of memory is needed."""
+    shape = (256, 256)
+    table = GroupTable((GroupRow("head/proj", shape, "adamw", None, False),))
+    params = nest({"head/proj": np.ones(shape, np.float32)})
+    state = hyperball.init_state(params, table=table, settings=SETTINGS)
+    update = hyperball.build_step(table, SETTINGS)
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    # What is returned has the order of what is donated: else arrays would change places.
+    def step(params, state, accepted):
+        return update(grads, state, params, RATES, accepted)
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, True).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 256 * 256
+    old = jax.tree.map(np.array, (params, state))
+    refused = compiled(params, state, False)
+    jax.tree.map(np.testing.assert_array_equal, refused, old)
+    assert compiled(*refused, True)[1].count == 1

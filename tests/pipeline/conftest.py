@@ -52,7 +52,7 @@ def project(finished: Finished, tmp_path: Path) -> Path:
 @pytest.fixture
 def cli(monkeypatch, capsys) -> Cli:
     """Calls the entry point in this process, without worker processes."""
-    monkeypatch.setattr("portolan.pipeline.corpus.usable_cores", lambda: 1)
+    monkeypatch.setattr("portolan.pipeline.curation.usable_cores", lambda: 1)
 
     def call(*arguments: object) -> Result:
         return call_main(monkeypatch, capsys, *arguments)

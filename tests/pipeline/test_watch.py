@@ -10,6 +10,12 @@ from tests.pipeline.tools import Cli
 
 from portolan.canonical import canonical
 from portolan.health.status import EXIT_CODES
+from portolan.pipeline import forecasting
+from portolan.pipeline.corpus import find_corpus
+from portolan.pipeline.forecasting import HEADLINE
+from portolan.pipeline.recorder import ProjectRecord
+from portolan.pipeline.runs import evaluations, planned_runs
+from portolan.project import open_project
 from portolan.record.journal import Journal
 from portolan.record.schema import StepPoint
 from portolan.record.types import Change, Changed, Expected
@@ -176,6 +182,31 @@ def test_a_shorter_horizon_is_attached(cli: Cli, project: Path):
     body = json.loads((project / "forecasts" / f"{name}.json").read_text())
     assert body["method"]["delay"]["steps"] == round(0.8 * steps) == body["target"]["steps"]
     assert "(steps)" in ledger["forecasts"][0]["status"]
+
+
+def test_after_a_change_of_the_horizon_marks_and_conditions_are_its_own(project: Path):
+    steps = stop_at(project, 45)
+    horizon = round(0.8 * steps)
+    change(project, "horizon", 40, horizon=horizon)
+    opened = open_project(project)
+    corpus = find_corpus(opened)
+    assert corpus is not None
+    target = planned_runs(opened, corpus)[-1]
+    completed = evaluations(opened, target.run_id)[HEADLINE]
+    near = {
+        mark
+        for mark in range(1, 21)
+        for n in completed
+        if abs(n / horizon - mark / 20) <= 0.01 or n == max(1, round(mark * horizon / 20))
+    }
+    record = ProjectRecord(opened)
+    forecasting.score_target(opened, corpus, record)
+    checks = [r for r in record.journal.records() if r.type == "check"]
+    assert f"scored against {len(near)} evaluations" in checks[-1].body["text"]
+    body = forecasting._forecast_body(opened, corpus, target, horizon, [])
+    conditions = {item["field"]: item["value"] for item in body["conditions"]}
+    assert body["target"]["steps"] == conditions["steps"] == horizon
+    assert body["target"]["tokens"] == horizon * target.rung.tokens_per_step
 
 
 def test_a_recorded_incident_is_replayed(cli: Cli, tmp_path: Path):

@@ -261,3 +261,12 @@ def test_planning_and_forecasting_need_no_accelerator_library():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_smaller_heads_of_a_micro_ladder_are_the_only_choice_named():
+    """A width between those of the family has no plain shape to compare with."""
+    rung = ladder.derive(40, 8, "micro", "fixed", batch=8, overrides={"head_dim": 8})
+    named = [warning for warning in rung.warnings if "by hand" in warning]
+    assert named == ["head_dim = 8 was set by hand; family micro gives 16"]
+    target = ladder.derive(144, 8, "micro", "fixed", batch=8, overrides={"head_dim": 8})
+    assert set(ladder.differences(rung, target).chosen) == set()

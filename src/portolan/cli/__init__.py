@@ -10,6 +10,7 @@ the verdicts watch, off course and no verdict of `portolan watch`; 130 interrupt
 import sys
 
 from portolan.cli import (  # noqa: F401  (the verbs join the application)
+    corpus,
     forecasts,
     imports,
     inspect,

@@ -64,10 +64,12 @@ def show_batch(
     run_id: Annotated[str, typer.Option("--run", help="Run id; default: the target.")] = "",
     overrides: SetOption = None,
 ) -> None:
-    """Print the documents behind a step. Example: portolan -C my-run show-batch 0"""
-    from portolan.pipeline import inspect
+    """Print the documents behind a step, from what the run left. Example:
+    portolan -C my-run show-batch 0
+    """
+    from portolan.pipeline.batches import show_batch as show
 
-    inspect.show_batch(open_project_of(context, overrides), run_id, step)
+    show(open_project_of(context, overrides), run_id, step)
 
 
 @app.command()

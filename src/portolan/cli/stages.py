@@ -57,11 +57,28 @@ def run(
 
 
 @app.command()
-def curate(context: typer.Context, overrides: SetOption = None) -> None:
-    """Documents into a token store. Example: portolan -C my-run curate"""
+def curate(
+    context: typer.Context,
+    executor: Annotated[
+        str, typer.Option(help="Where tasks run: local processes, or ray. Bytes do not change.")
+    ] = "local",
+    address: Annotated[
+        str, typer.Option(help="Of a running Ray cluster; without it one is started here.")
+    ] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Local processes; one a core if not given.")
+    ] = None,
+    refit: Annotated[
+        bool, typer.Option("--refit", help="Fit domains and quality anew, on all sources.")
+    ] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Documents into a token store. Example: portolan -C my-run curate --workers 4"""
     from portolan.pipeline import stages
+    from portolan.pipeline.curation import Place
 
-    stages.curate(open_project_of(context, overrides))
+    place = Place(executor, address, workers)
+    stages.curate(open_project_of(context, overrides), place, refit=refit)
 
 
 @app.command()

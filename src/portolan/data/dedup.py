@@ -1,5 +1,6 @@
 """Exact dedup over all sources: of equal ids, the first source in key order survives."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,16 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from portolan.data.documents import (
-    ShardWriter,
-    Stage,
-    read_tables,
-    run_stage,
-    source_folder_name,
-)
+from portolan.data.documents import WORK, Stage, read_tables, source_folder_name, write_shard
+from portolan.data.engine import Engine
+from portolan.data.engine.tasks import Task, build_stage, run_tasks
+from portolan.files import read_json, write_json_atomic
 
 VERSION = 1
 DOCUMENTS_PER_PARTITION = 4_000_000
+PLACES = f"{WORK}/places.json"
 DUPLICATE_SCHEMA = pa.schema(
     [pa.field("id", pa.string(), nullable=False), pa.field("dup_doc", pa.bool_(), nullable=False)]
 )
@@ -70,71 +69,111 @@ def dedup_stage(sources: Sequence[NormalizedSource]) -> Stage:
 
 
 def find_duplicates(
-    sources: Sequence[NormalizedSource], attributes_folder: Path
+    engine: Engine, sources: Sequence[NormalizedSource], attributes_folder: Path
 ) -> tuple[Path, dict[str, Any], bool]:
     """Write the attribute `dup_doc` for every loser, co-partitioned with its source.
 
-    Text is neither read nor copied. Memory: the ids of one partition, at most about 4 million
-    documents. Returns the stage folder, its manifest, and whether it was there.
+    One task a range of ids finds the losers, one task a source writes them. Text is neither read
+    nor copied. Memory of a task: the ids of one range, at most about 4 million documents. Returns
+    the stage folder, its manifest, and whether it was there.
     """
     ordered, stage = in_key_order(sources), dedup_stage(sources)
+    num_ranges = stage.params["num_partitions"]
 
     def build(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        writers = {
-            (source.key, name): ShardWriter(
-                folder, f"{source_folder_name(source.key)}/{name}", DUPLICATE_SCHEMA
-            )
-            for source in ordered
-            for name in source.shard_names
+        places = [
+            {"path": str(path.absolute()), "rank": rank}
+            for rank, source in enumerate(ordered)
+            for path in source.shard_paths
+        ]
+        write_json_atomic(folder / PLACES, places)
+        finds = [
+            Task(f"find-{number:05d}", find_losers, (number, num_ranges))
+            for number in range(num_ranges)
+        ]
+        found = run_tasks(engine, stage, folder, "find", finds)
+        batches: dict[int, list[tuple[int, int]]] = {}
+        for number, record in enumerate(found):
+            for batch, place in enumerate(record["places"]):
+                batches.setdefault(place, []).append((number, batch))
+        writes, first = [], 0
+        for source in ordered:
+            folder_name = source_folder_name(source.key)
+            shards = [
+                (f"{folder_name}/{name}", batches.get(first + index, []))
+                for index, name in enumerate(source.shard_names)
+            ]
+            first += len(shards)
+            writes.append(Task(f"write-{folder_name}", write_losers, (shards,), source.kept))
+        written = run_tasks(engine, stage, folder, "write", writes)
+        counts = {
+            source.key: sum(entry["rows"] for entry in record["files"])
+            for source, record in zip(ordered, written, strict=True)
         }
-        counts = dict.fromkeys((source.key for source in ordered), 0)
-        for losers in _losers(ordered, stage.params["num_partitions"]):
-            for (key, name), table in losers.items():
-                writers[key, name].write(table)
-                counts[key] += table.num_rows
-        return [writer.close() for writer in writers.values()], {"dup_doc": counts}
+        return [entry for record in written for entry in record["files"]], {"dup_doc": counts}
 
-    return run_stage(attributes_folder, stage, build)
+    dataset, skipped = build_stage(attributes_folder, stage, build)
+    return dataset.folder, dict(dataset.manifest), skipped
 
 
-def _losers(
-    sources: Sequence[NormalizedSource], num_partitions: int
-) -> Iterator[dict[tuple[str, str], pa.Table]]:
-    """Losers of one range of ids after the other, by source and shard, sorted by id."""
+def find_losers(folder: Path, number: int, num_ranges: int) -> dict[str, Any]:
+    """The first task: losers of one range of ids, a batch of sorted ids for each shard with any."""
     import polars
 
-    places = [(source.key, name) for source in sources for name in source.shard_names]
-    paths = [path for source in sources for path in source.shard_paths]
-    order = {source.key: rank for rank, source in enumerate(sources)}
-    for partition in range(num_partitions):
-        low, high = (f"{(p << 128) // num_partitions:032x}" for p in (partition, partition + 1))
-        within = polars.col("id") >= low
-        if partition + 1 < num_partitions:
-            within &= polars.col("id") < high
-        frames = [
-            polars.scan_parquet(path, glob=False, hive_partitioning=False)
-            .select("id")
-            .filter(within)
-            .with_columns(
-                place=polars.lit(place, polars.Int32), rank=polars.lit(order[key], polars.Int32)
-            )
-            for place, (path, (key, _)) in enumerate(zip(paths, places, strict=True))
-        ]
-        losers = (
-            polars.concat(frames)
-            .with_columns(first=polars.col("rank").min().over("id"))
-            .filter(polars.col("rank") > polars.col("first"))
-            .sort("place", "id")
-            .select("place", "id")
-            .collect()
+    low, high = (f"{(p << 128) // num_ranges:032x}" for p in (number, number + 1))
+    within = polars.col("id") >= low
+    if number + 1 < num_ranges:
+        within &= polars.col("id") < high
+    frames = [
+        polars.scan_parquet(place["path"], glob=False, hive_partitioning=False)
+        .select("id")
+        .filter(within)
+        .with_columns(
+            place=polars.lit(index, polars.Int32), rank=polars.lit(place["rank"], polars.Int32)
         )
-        yield {
-            places[int(place)]: pa.table(
-                [group["id"].to_arrow().cast(pa.string()), pa.array([True] * group.height)],
-                schema=DUPLICATE_SCHEMA,
-            )
-            for (place,), group in losers.group_by("place", maintain_order=True)
-        }
+        for index, place in enumerate(read_json(folder / PLACES))
+    ]
+    losers = (
+        polars.concat(frames)
+        .with_columns(first=polars.col("rank").min().over("id"))
+        .filter(polars.col("rank") > polars.col("first"))
+        .sort("place", "id")
+        .select("place", "id")
+        .collect()
+    )
+    places, path = [], folder / _losers_name(number)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, DUPLICATE_SCHEMA) as writer:
+        for (place,), group in losers.group_by("place", maintain_order=True):
+            places.append(place)
+            columns = [group["id"].to_arrow().cast(pa.string()), pa.array([True] * group.height)]
+            writer.write_batch(pa.record_batch(columns, schema=DUPLICATE_SCHEMA))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    files = [{"name": _losers_name(number), "bytes": path.stat().st_size}]
+    return {"files": files, "places": places, "documents": 0}
+
+
+def _losers_name(number: int) -> str:
+    return f"{WORK}/losers-{number:05d}.arrow"
+
+
+def write_losers(
+    folder: Path, shards: Sequence[tuple[str, Sequence[tuple[int, int]]]]
+) -> dict[str, Any]:
+    """The second task: the attribute shards of one source, from (range, batch) pairs."""
+    return {
+        "files": [
+            write_shard(folder, name, DUPLICATE_SCHEMA, _read_losers(folder, batches))
+            for name, batches in shards
+        ]
+    }
+
+
+def _read_losers(folder: Path, batches: Sequence[tuple[int, int]]) -> Iterator[pa.Table]:
+    for number, batch in batches:
+        path = str(folder / _losers_name(number))
+        with pa.OSFile(path, "rb") as source, pa.ipc.open_file(source) as file:
+            yield pa.Table.from_batches([file.get_batch(batch)])
 
 
 def read_ids(path: Path) -> set[str]:

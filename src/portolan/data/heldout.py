@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +27,37 @@ from portolan.data.documents import (
     read_tables,
     row_group_bounds,
     run_stage,
+    shard_of,
     source_folder_name,
     write_shard,
 )
+from portolan.data.engine import Dataset, Engine
+from portolan.data.engine.streams import rebatch
 from portolan.data.normalize import Budget, location_rank
-from portolan.data.workers import WorkerPool
 from portolan.errors import UsageError
 from portolan.recipe import DataSettings
 
-VERSION = 1
+VERSION = 2
 WINDOW_WORDS = 13
 OVERLAP = Fraction(1, 2)
 # A window in so many training documents, or such a share of them, says nothing about a copy.
 COMMON_DOCUMENTS, COMMON_SHARE = 5, Fraction(1, 200)
 HELDOUT_NAME = "part-00000-of-00001.parquet"
+HELDOUT, NEAR_HELDOUT = "heldout", "near_heldout"
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
-NEAR_SCHEMA = pa.schema(
+HELDOUT_SCHEMA = pa.schema(
     [
         pa.field("id", pa.string(), nullable=False),
-        pa.field("rule", pa.string(), nullable=False),
-        pa.field("heldout_source", pa.string(), nullable=False),
-        pa.field("heldout_id", pa.string(), nullable=False),
-        pa.field("num_shared", pa.int64(), nullable=False),
-        pa.field("num_windows", pa.int64(), nullable=False),
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("rule", pa.string()),
+        pa.field("heldout_source", pa.string()),
+        pa.field("heldout_id", pa.string()),
+        pa.field("num_shared", pa.int64()),
+        pa.field("num_windows", pa.int64()),
     ]
 )
+"""Sparse attribute: documents held out, and training documents too close to them, with evidence."""
 
 
 def window_hashes(text: str) -> np.ndarray:
@@ -183,40 +189,65 @@ def heldout_stage(
         "overlap": str(OVERLAP),
         "common": [COMMON_DOCUMENTS, str(COMMON_SHARE)],
     }
-    return Stage("heldout", VERSION, params, (*(s.stage_key for s in ordered), dedup_key))
+    inputs = (*(source.stage_key for source in ordered), dedup_key)
+    return Stage("heldout_documents", VERSION, params, inputs)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out documents, one dataset a source, and the attribute of what leaves training."""
+
+    documents: Dataset
+    attribute: Dataset
+
+    def paths(self, key: str) -> list[Path]:
+        """Shards of the held-out documents of a source."""
+        return self.documents.within(source_folder_name(key)).paths
+
+    def counts(self, key: str) -> Mapping[str, int]:
+        """Documents held out and too close to them, and text bytes held out, of a source."""
+        return self.attribute.manifest["domains"][key]
 
 
 def take_heldout(
+    engine: Engine,
     sources: Sequence[NormalizedSource],
-    duplicates_folder: Path,
-    dedup_key: str,
+    duplicates: Dataset,
     settings: DataSettings,
-    heldout_folder: Path,
-    workers: WorkerPool,
-) -> tuple[Path, dict[str, Any], bool]:
-    """Write the held-out documents of each domain and the training documents too close to them.
+    corpus: Path,
+) -> HeldOut:
+    """Choose the held-out documents of each domain and the training documents too close to them.
 
-    In the stage folder, `<source>/part-00000-of-00001.parquet` holds documents and
-    `<source>/near/<shard>` the evidence of each removal. Memory: ids of one source, the held-out
-    texts, and the windows shared with them.
+    `heldout/heldout_documents_<key>/<source>` holds the documents, the evidence is an attribute.
+    Memory: ids of one source, the held-out texts, and the windows shared with them.
 
     Raises:
         UsageError: no domain has a document to hold out.
     """
     ordered = in_key_order(sources)
+    stage = heldout_stage(sources, duplicates.key, settings)
 
-    def build(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        return _build(ordered, duplicates_folder, settings, folder, workers)
+    def choose(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return _choose_all(ordered, duplicates, settings, folder)
 
-    return run_stage(heldout_folder, heldout_stage(sources, dedup_key, settings), build)
+    folder, manifest, _ = run_stage(corpus / "heldout", stage, choose)
+    documents = Dataset(folder, manifest)
+    near = Stage("heldout", VERSION, stage.params, (*stage.inputs, documents.key))
+
+    def compare(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return _compare_all(engine, ordered, duplicates, documents, folder)
+
+    folder, manifest, _ = run_stage(corpus / "attributes", near, compare)
+    return HeldOut(documents, Dataset(folder, manifest))
 
 
-def _survivors(source: NormalizedSource, duplicates: Path) -> tuple[list[str], list[int]]:
+def _survivors(source: NormalizedSource, duplicates: Dataset) -> tuple[list[str], list[int]]:
     """Ids and text bytes of a source's documents that no other source owns."""
     ids: list[str] = []
     sizes: list[int] = []
+    attribute = duplicates.within(source_folder_name(source.key))
     for name, path in zip(source.shard_names, source.shard_paths, strict=True):
-        lost = read_ids(duplicates / source_folder_name(source.key) / name)
+        lost = read_ids(attribute.shard(name).path)
         for table in read_tables(path, ["id", "text"]):
             lengths = pc.binary_length(table["text"]).to_pylist()  # pyright: ignore
             for identifier, size in zip(table["id"].to_pylist(), lengths, strict=True):
@@ -241,54 +272,76 @@ def _row_groups(table: pa.Table) -> list[pa.Table]:
     return [table.slice(begin, end - begin) for begin, end in row_group_bounds(lengths)]
 
 
-def _build(
+def _choose_all(
     sources: Sequence[NormalizedSource],
-    duplicates: Path,
+    duplicates: Dataset,
     settings: DataSettings,
     folder: Path,
-    workers: WorkerPool,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shards: list[dict[str, Any]] = []
-    texts: list[str] = []
-    owners: list[tuple[str, str]] = []
     counts: dict[str, dict[str, int]] = {}
     for source in sources:
         ids, sizes = _survivors(source, duplicates)
         chosen = choose_heldout(source.key, ids, sizes, settings)
-        table = _read_documents(source, chosen)
+        tables = _row_groups(_read_documents(source, chosen))
         name = f"{source_folder_name(source.key)}/{HELDOUT_NAME}"
-        entry = write_shard(folder, name, DOCUMENT_SCHEMA, _row_groups(table))
+        entry = write_shard(folder, name, DOCUMENT_SCHEMA, tables)
         shards.append(entry)
-        texts += table["text"].to_pylist()
-        owners += [(source.key, identifier) for identifier in table["id"].to_pylist()]
         counts[source.key] = {
             "candidates": len(ids),
             "heldout": len(chosen),
             "heldout_text_bytes": entry["text_bytes"],
         }
-    if not owners:
+    if not any(count["heldout"] for count in counts.values()):
         raise UsageError(
             "no domain has a document to hold out of training",
             remedy="raise heldout_fraction_max or heldout_bytes_per_domain, or add documents",
         )
-    near, checks = _find_near(sources, duplicates, texts, owners, workers)
+    return shards, {"domains": counts}
+
+
+def _compare_all(
+    engine: Engine,
+    sources: Sequence[NormalizedSource],
+    duplicates: Dataset,
+    documents: Dataset,
+    folder: Path,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Write the attribute: the held-out ids, and the near-copies of them."""
+    counts: dict[str, dict[str, int]] = {
+        key: dict(count) for key, count in documents.manifest["domains"].items()
+    }
+    texts: list[str] = []
+    owners: list[tuple[str, str]] = []
     for source in sources:
-        counts[source.key]["near_heldout"] = 0
-        for name in source.shard_names:
-            table = near[source.key, name]
-            target = f"{source_folder_name(source.key)}/near/{name}"
-            shards.append(write_shard(folder, target, NEAR_SCHEMA, [table]))
-            counts[source.key]["near_heldout"] += table.num_rows
+        for table in read_tables(documents.within(source_folder_name(source.key)).paths[0]):
+            texts += table["text"].to_pylist()
+            owners += [(source.key, identifier) for identifier in table["id"].to_pylist()]
+    near, checks = _find_near(engine, sources, duplicates, texts, owners)
+    held: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    names = {source.key: source.shard_names for source in sources}
+    for key, identifier in owners:
+        name = names[key][shard_of(identifier, len(names[key]))]
+        held.setdefault((key, name), []).append({"id": identifier, "reason": HELDOUT})
+    shards: list[dict[str, Any]] = []
+    for source in sources:
+        close = [near[source.key, name] for name in source.shard_names]
+        counts[source.key][NEAR_HELDOUT] = sum(map(len, close))
+        for name, found in zip(source.shard_names, close, strict=True):
+            rows = sorted([*held.get((source.key, name), []), *found], key=itemgetter("id"))
+            table = pa.Table.from_pylist(rows, schema=HELDOUT_SCHEMA)
+            target = f"{source_folder_name(source.key)}/{name}"
+            shards.append(write_shard(folder, target, HELDOUT_SCHEMA, rebatch([table])))
     return shards, {"domains": counts, "checks": checks}
 
 
 def _find_near(
+    engine: Engine,
     sources: Sequence[NormalizedSource],
-    duplicates: Path,
+    duplicates: Dataset,
     texts: Sequence[str],
     owners: Sequence[tuple[str, str]],
-    workers: WorkerPool,
-) -> tuple[dict[tuple[str, str], pa.Table], dict[str, Any]]:
+) -> tuple[dict[tuple[str, str], list[dict[str, Any]]], dict[str, Any]]:
     """Near-copies by source and shard, and the largest overlaps that stay in training."""
     index = WindowIndex.build(texts)
     heldout_of: dict[str, set[str]] = {}
@@ -299,21 +352,20 @@ def _find_near(
         ScanTask(
             source.folder / name,
             frozenset(
-                read_ids(duplicates / source_folder_name(source.key) / name)
+                read_ids(duplicates.within(source_folder_name(source.key)).shard(name).path)
                 | heldout_of.get(source.key, set())
             ),
             index,
         )
         for source, name in places
     ]
-    scans = list(workers.map(scan_shard, tasks))
+    scans = list(engine.map(scan_shard, tasks))
     num_documents = sum(count for count, _ in scans)
     judge = _Judge(index, owners, num_documents, [hit for _, hits in scans for hit in hits])
-    near: dict[tuple[str, str], pa.Table] = {}
-    for (source, name), (_, hits) in zip(places, scans, strict=True):
-        rows = [row for hit in hits if (row := judge.verdict(hit)) is not None]
-        rows.sort(key=lambda row: row["id"])
-        near[source.key, name] = pa.Table.from_pylist(rows, schema=NEAR_SCHEMA)
+    near = {
+        (source.key, name): [row for hit in hits if (row := judge.verdict(hit)) is not None]
+        for (source, name), (_, hits) in zip(places, scans, strict=True)
+    }
     checks = {
         "training_documents_scanned": num_documents,
         "documents_sharing_a_window": sum(len(hits) for _, hits in scans),
@@ -343,7 +395,7 @@ class _Judge:
         self.rare_windows = index.count_by_document(np.flatnonzero(self.is_rare))
         self.largest_own = self.largest_heldout = Fraction(0)
 
-    def verdict(self, hit: Hit) -> Mapping[str, Any] | None:
+    def verdict(self, hit: Hit) -> dict[str, Any] | None:
         """Evidence row if the document is too close to a held-out one."""
         own = self.index.count_by_document(hit.places)
         best = int(np.argmax(own))
@@ -366,6 +418,7 @@ class _Judge:
         source, identifier = self.owners[place]
         return {
             "id": hit.document_id,
+            "reason": NEAR_HELDOUT,
             "rule": rule,
             "heldout_source": source,
             "heldout_id": identifier,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from portolan.recipe import LICENSE_CLASSES
+from portolan.source_settings import LICENSE_CLASSES
 
 NO_ASSERTION = "NOASSERTION"
 UNKNOWN_CLASS = LICENSE_CLASSES.index("unknown")

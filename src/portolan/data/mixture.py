@@ -237,9 +237,15 @@ def check_mixture(
     store_digest: str,
     store_tokens: Mapping[str, int],
     sequence_length: int | None = None,
-    budgets_tokens: Sequence[int] | None = None,
+    phases: Sequence[tuple[str, int, int]] | None = None,
+    cap_epochs: float | None = None,
 ) -> None:
-    """Refuse a mixture that was not made for this tokenizer, store, row length and budgets."""
+    """Refuse a mixture that was not made for this tokenizer, store and run.
+
+    Args:
+        phases: (name, first step, budget in tokens) that the run expects.
+        cap_epochs: the run's, which the mixture's must not exceed.
+    """
     problems = []
     for what, found, expected in (
         ("tokenizer digest", mixture.tokenizer_digest, tokenizer_digest),
@@ -257,19 +263,23 @@ def check_mixture(
                 f"cell {name} was fitted with {mixture.cells[name]} tokens, "
                 f"the store holds {store_tokens[name]}"
             )
-    budgets = [phase.budget_tokens for phase in mixture.phases]
-    if budgets_tokens is not None and budgets != list(budgets_tokens):
-        problems.append(f"phase budgets are {budgets}, the run expects {list(budgets_tokens)}")
+    found = [(phase.name, phase.start_step, phase.budget_tokens) for phase in mixture.phases]
+    if phases is not None and found != list(phases):
+        problems.append(
+            f"phases (name, first step, budget) are {found}, the run expects {list(phases)}"
+        )
+    if cap_epochs is not None and mixture.cap_epochs > cap_epochs:
+        problems.append(f"its cap is {mixture.cap_epochs:g} epochs, this run's is {cap_epochs:g}")
     _raise_if(problems + structure_problems(mixture), f"mixture {mixture.name!r}")
 
 
 def check_continuation(
-    recorded: Mixture, changed: Mixture, *, completed_steps: int, batch_sequences: int
+    recorded: Mixture, changed: Mixture, *, completed_steps: int, batch_sequences: int | None = None
 ) -> None:
     """Refuse a changed mixture that would alter a completed step or an offset built on one.
 
     Phases that began before `completed_steps` must stay as recorded (marin #9162); others must
-    start at a block boundary at or after it.
+    start at or after it, at a block boundary of `batch_sequences` where the batch is one number.
     """
     problems = []
     for name in ("store_digest", "tokenizer_digest", "lattice", "block_sequences", "cells"):
@@ -280,7 +290,7 @@ def check_continuation(
         other = changed.phases[index] if index < len(changed.phases) else None
         if other is None or (other.start_step, other.counts) != (phase.start_step, phase.counts):
             problems.append(f"phase {phase.name!r} has been used and must stay as recorded")
-    unit = step_unit(batch_sequences, changed.block_sequences)
+    unit = step_unit(batch_sequences, changed.block_sequences) if batch_sequences else 1
     for phase in changed.phases[len(begun) :]:
         if phase.start_step < completed_steps or phase.start_step % unit:
             earliest = -(-completed_steps // unit) * unit

@@ -26,9 +26,9 @@ class Weights:
 
 
 def round_to_lattice(
-    weights: Mapping[str, float | int], lattice: int, *, capped: Collection[str] = ()
+    weights: Mapping[str, float | int], lattice: int, *, limits: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Integer counts with sum `lattice`: capped cells are floored, largest remainder for the rest.
+    """Integer counts with sum `lattice`, none above its limit: floors, then largest remainders.
 
     Weights need not sum to 1. Arithmetic is exact; ties go by name.
     """
@@ -37,33 +37,48 @@ def round_to_lattice(
         raise MixtureError(
             "weights are negative or all 0", remedy="give weights >= 0 and one cell more than 0"
         )
+    room = dict.fromkeys(weights, lattice) | dict(limits or {})
     exact = {name: divmod(Fraction(weights[name]) * lattice, total) for name in weights}
-    counts = {name: int(quotient) for name, (quotient, _) in exact.items()}
-    held = set(capped)
-    free = [name for name in sort_names(weights) if name not in held and weights[name] > 0]
+    counts = {name: min(int(quotient), room[name]) for name, (quotient, _) in exact.items()}
+    positive = [name for name in sort_names(weights) if weights[name] > 0]
+    order = sorted(positive, key=lambda name: -exact[name][1])
     missing = lattice - sum(counts.values())
-    if missing and not free:
-        raise MixtureError(
-            "every cell is at its cap and the lattice is not full",
-            remedy="raise the cap on epochs or lower the budget",
-        )
-    order = sorted(free, key=lambda name: -exact[name][1])
-    for index in range(missing):
-        counts[order[index % len(order)]] += 1
+    while missing:
+        given = [name for name in order if counts[name] < room[name]][:missing]
+        if not given:
+            raise MixtureError(
+                "every cell is at its cap and the lattice is not full",
+                remedy="raise the cap on epochs or lower the budget",
+            )
+        for name in given:
+            counts[name] += 1
+        missing -= len(given)
     return counts
 
 
-def proportional_counts(
-    tokens: Mapping[str, int], lattice: int, *, at_least_one: bool = False
+def count_limits(
+    tokens: Mapping[str, int], lattice: int, *, budget_tokens: int, cap_epochs: float
 ) -> dict[str, int]:
-    """Counts proportional to tokens; `at_least_one` lifts non-empty cells from 0 to 1.
+    """Largest count of each cell under the cap: floor(lattice * cap * tokens / budget)."""
+    most = Fraction(cap_epochs) * lattice / budget_tokens
+    return {name: min(lattice, int(most * count)) for name, count in tokens.items()}
+
+
+def proportional_counts(
+    tokens: Mapping[str, int],
+    lattice: int,
+    *,
+    limits: Mapping[str, int] | None = None,
+    at_least_one: bool = False,
+) -> dict[str, int]:
+    """Counts proportional to tokens; `at_least_one` lifts cells from 0 to 1 where the limit allows.
 
     What is lifted is taken from the largest count.
     """
-    counts = round_to_lattice(tokens, lattice)
+    counts = round_to_lattice(tokens, lattice, limits=limits)
     if at_least_one:
         for name in sort_names(tokens):
-            if tokens[name] and not counts[name]:
+            if tokens[name] and not counts[name] and (limits is None or limits[name]):
                 largest = max(sort_names(tokens), key=counts.__getitem__)
                 counts[largest] -= 1
                 counts[name] = 1

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from portolan.canonical import digest
+from portolan.data.licenses import LicenseFacts
 from portolan.data.sources import Source
 from portolan.files import atomic_file, write_bytes_atomic
 
@@ -45,12 +46,14 @@ def hash_row(row: Mapping[str, Any]) -> str:
     return digest({name: value for name, value in row.items() if name != "row_hash"})
 
 
-def provenance_row(source: Source, *, documents: int, text_bytes: int) -> dict[str, Any]:
+def provenance_row(
+    source: Source, *, documents: int, text_bytes: int, license_facts: LicenseFacts
+) -> dict[str, Any]:
     """Row of a source. Documents and bytes are those of its training text; tokens come later."""
     settings = source.settings
     is_installed = settings.kind == "installed"
     from_stdlib = is_installed and not settings.key.startswith("package-")
-    facts = source.license_facts
+    facts = license_facts
     row = {
         "key": settings.key,
         "category": settings.category,
@@ -68,11 +71,11 @@ def provenance_row(source: Source, *, documents: int, text_bytes: int) -> dict[s
         "license_raw": settings.license_raw or facts.expression,
         "license_spdx": facts.expression,
         "license_class": facts.license_class,
-        "license_per_document": "license" if source.license_per_document else "",
+        "license_per_document": source.license_column,
         "accept_reason": settings.accept,
         "evidence_url": settings.evidence_url or (STDLIB_LICENSE_URL if from_stdlib else ""),
-        "retrieved_on": "",
-        "evidence_digest": "",
+        "retrieved_on": settings.retrieved_on,
+        "evidence_digest": settings.evidence_digest,
     }
     return {**row, "row_hash": hash_row(row)}
 

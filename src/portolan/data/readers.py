@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -16,16 +17,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from portolan.data.licenses import classify_license, join_expressions, license_from_metadata
 from portolan.errors import UsageError
 
 CHUNK_BYTES = 1 << 20
 PARQUET_BATCH_ROWS = 64
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-EXTENSIONS = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",), "text": ()}
+EXTENSIONS = {
+    "jsonl": (".jsonl", ".json"),
+    "parquet": (".parquet",),
+    "huggingface": (".parquet", ".jsonl", ".json"),
+    "text": (),
+}
 
 BINARY, INVALID_UTF8, INVALID_UNICODE = "binary", "invalid_utf8", "invalid_unicode"
 TOO_LONG, NOT_JSON, MISSING_TEXT = "too_long", "not_json", "missing_text"
-EMPTY, UNPARSABLE = "empty", "unparsable"
+EMPTY, UNPARSABLE, LICENSE_REFUSED = "empty", "unparsable", "license_refused"
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,19 @@ class InputFile:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How the files of a source are read. `kind` is a reader's name."""
+    """How the files of a source are read. `kind` is a reader's name.
+
+    A row of a licence class that `license_classes` does not name is dropped; without any classes,
+    every row is taken.
+    """
 
     kind: str
     max_document_bytes: int
     text_field: str = "text"
     id_field: str = ""
     content_key: tuple[str, ...] = ()
+    license_field: str = ""
+    license_classes: tuple[str, ...] = ()
 
     @property
     def one_document_a_file(self) -> bool:
@@ -77,16 +90,40 @@ class Drop:
     row: int
 
 
+def open_file_system(url: str) -> tuple[Any, str]:
+    """File system of a local path or any fsspec URL, and the path in it.
+
+    Raises:
+        UsageError: the kind of URL is unknown, or its package is not installed.
+    """
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    protocol = url.split("://")[0] if "://" in url else "file"
+    options = {"endpoint": os.environ.get("HF_ENDPOINT")} if protocol == "hf" else {}
+    try:
+        return fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        package = known_implementations[protocol]["class"].split(".")[0]
+        package = f"fsspec[{protocol.removesuffix('s')}]" if package == "fsspec" else package
+        raise UsageError(
+            f"cannot open {url}: {error}",
+            remedy=f"install what reads {protocol}:// URLs: pip install {package}",
+        ) from error
+    except ValueError as error:
+        raise UsageError(
+            f"cannot open {url}: {error}", remedy="use a path or a kind of URL that fsspec knows"
+        ) from error
+
+
 def open_input(url: str) -> Any:
     """Open a local path or any fsspec URL for reading bytes; errors name the file."""
     try:
         if "://" not in url:
             return Path(url).open("rb")
-        import fsspec
-
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = open_file_system(url)
         return system.open(path, "rb")
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         raise unreadable(url, error) from error
 
 
@@ -177,6 +214,10 @@ def _from_record(
         return Drop(MISSING_TEXT, file.path, row)
     if "\0" in text:
         return Drop(BINARY, file.path, row)
+    license_spdx = license_of(record, file, options)
+    classes = options.license_classes
+    if classes and _class_of(license_spdx or "") not in classes:
+        return Drop(LICENSE_REFUSED, file.path, row)
     identifier = record.get(options.id_field) if options.id_field else None
     others = {
         name: value
@@ -188,10 +229,29 @@ def _from_record(
         path=file.path,
         row=row,
         source_id=None if identifier is None else _valid_unicode(str(identifier)),
-        license=file.license,
+        license=license_spdx,
         extra=json.dumps(others, sort_keys=True, default=_plain) if others else None,
         content_key=content_key_of({"path": file.path, **record}, options.content_key),
     )
+
+
+def license_of(record: dict[str, Any], file: InputFile, options: ReadOptions) -> str | None:
+    """SPDX expression of a row; several names all hold, none means the source's own."""
+    stated = record.get(options.license_field) if options.license_field else None
+    names = [stated] if isinstance(stated, str) else stated
+    if not isinstance(names, list) or not names:
+        return file.license
+    return join_expressions(_spdx_of(str(name)) for name in names)
+
+
+@lru_cache(maxsize=4096)
+def _spdx_of(name: str) -> str:
+    return license_from_metadata(None, name, ())[0]
+
+
+@lru_cache(maxsize=4096)
+def _class_of(expression: str) -> str:
+    return classify_license(expression).license_class
 
 
 def _valid_unicode(name: str) -> str:
@@ -252,12 +312,12 @@ def _seekable(stream: Any, compressed: bool, scratch: IO[bytes]) -> Any:
 
 
 def _check_columns(schema: pa.Schema, file: InputFile, options: ReadOptions) -> None:
-    named = [options.text_field, options.id_field, *options.content_key]
+    named = [options.text_field, options.id_field, options.license_field, *options.content_key]
     missing = [name for name in named if name not in (*schema.names, "path", "")]
     if missing:
         raise UsageError(
             f"{file.url} has no column {missing[0]!r}; its columns are {', '.join(schema.names)}",
-            remedy="name a column that exists in text_field, id_field or content_key",
+            remedy="name columns that exist in text_field, id_field, license_field, content_key",
         )
     kind = schema.field(options.text_field).type
     if pa.types.is_dictionary(kind):
@@ -299,26 +359,29 @@ def read_parquet(file: InputFile, options: ReadOptions) -> Iterator[RawDocument 
                     yield _from_record(record, text, file, row, options)
 
 
+def read_records(file: InputFile, options: ReadOptions) -> Iterator[RawDocument | Drop]:
+    """Parquet or JSON lines, by the name of the file."""
+    is_parquet = ".parquet" in PurePosixPath(file.path).suffixes
+    return (read_parquet if is_parquet else read_jsonl)(file, options)
+
+
 def list_files(root: str, extensions: Sequence[str]) -> list[InputFile]:
     """Files below a folder or URL (or that one file), in byte order of their relative paths.
 
     Names that begin with `.` and links to folders are passed over. With `extensions`, a name must
-    end with one of them, alone or followed by `.gz` or `.zst`.
+    end with one of them, alone or followed by `.gz` or `.zst`. On the web a folder ends with `/`.
 
     Raises:
         UsageError: nothing exists there.
     """
-    import fsspec
-
+    system, top = open_file_system(root)
     try:
-        system, top = fsspec.core.url_to_fs(root)
-        if not system.exists(top):
-            raise FileNotFoundError(root)
-        if system.isfile(top):
+        facts = {} if root.endswith("/") else system.info(top)
+        if facts.get("type") == "file":
             modified = None if "://" in root else Path(root).stat().st_mtime_ns
-            return [InputFile(root, PurePosixPath(root).name, system.size(top), modified)]
+            return [InputFile(root, PurePosixPath(root).name, facts["size"] or 0, modified)]
         found = _walk(system, top)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # file systems raise whatever their library raises
         raise UsageError(
             f"cannot list {root}: {error or type(error).__name__}",
             remedy="set `path` of the source to a folder, a file or an fsspec URL that exists",
@@ -347,14 +410,15 @@ def _walk(system: Any, top: str) -> list[tuple[str, int, int | None]]:
     is_local, found, folders = isinstance(system, LocalFileSystem), [], [top.rstrip("/")]
     while folders:
         folder = folders.pop()
-        for entry in system.ls(folder, detail=True):
+        for entry in system.ls(folder if is_local else f"{folder}/", detail=True):
             name = entry["name"].rstrip("/")
             base = name.rsplit("/", 1)[-1]
-            if base.startswith(".") or name == folder:
+            # A listing on the web also links to other places, and to itself in another order.
+            if base.startswith((".", "?")) or not name.startswith(f"{folder}/"):
                 continue
             if entry["type"] == "directory":
                 folders.append(name)
             elif entry["type"] == "file":
                 modified = os.stat(name).st_mtime_ns if is_local else None  # noqa: PTH116
-                found.append((name[len(top.rstrip("/")) + 1 :], entry["size"], modified))
+                found.append((name[len(top.rstrip("/")) + 1 :], entry["size"] or 0, modified))
     return found

@@ -10,6 +10,9 @@ from typing import Any
 
 import xxhash
 
+from portolan.canonical import step_key
+from portolan.data.documents import source_folder_name
+from portolan.data.huggingface import CARD, choose_files, read_card
 from portolan.data.installed import READERS as INSTALLED_READERS
 from portolan.data.installed import TRANSFORMS, list_installed
 from portolan.data.licenses import LicenseFacts, classify_license, join_expressions
@@ -19,32 +22,37 @@ from portolan.data.readers import (
     InputFile,
     ReadOptions,
     list_files,
+    open_file_system,
     open_input,
     unreadable,
 )
+from portolan.data.staging import stage_files
 from portolan.errors import UsageError
 from portolan.files import read_json, write_json_atomic
-from portolan.recipe import DataSettings, SourceSettings
+from portolan.recipe import DataSettings
+from portolan.source_settings import SourceSettings
 
 MAX_WHITESPACE = 128
 CATEGORIES = ("web", "code", "math", "multilingual", "specialized", "agentic")
 DIGEST_CACHE = "input-digests.json"
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
-_FIELDS_OF_RECORDS = ("text_field", "id_field")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_KINDS_OF_RECORDS = ("jsonl", "parquet", "huggingface")
+_FIELDS_OF_RECORDS = ("text_field", "id_field", "license_field")
 
 
 @dataclass(frozen=True)
 class Source:
     """One source of a run, resolved: what will be read, pinned by a digest, and on what terms.
 
-    `revision` is the pinned revision, or the SHA-256 over the lines `sha256  path` of its files.
-    `refused` counts files left out because of the licence of their distribution.
+    `content` is the SHA-256 over the lines `sha256  path` of its files. `refused` counts files left
+    out because of the licence of their distribution.
     """
 
     settings: SourceSettings
     options: ReadOptions
     files: tuple[InputFile, ...] = field(repr=False)
-    revision: str
+    content: str
     license_facts: LicenseFacts
     refused: tuple[InputFile, ...] = field(default=(), repr=False)
     warnings: tuple[str, ...] = ()
@@ -55,9 +63,16 @@ class Source:
         return self.settings.key
 
     @property
-    def license_per_document(self) -> bool:
-        """True if documents of this source differ in licence."""
-        return len({file.license for file in self.files}) > 1
+    def revision(self) -> str:
+        """The pinned revision, or the content digest of what has none."""
+        return self.settings.revision or self.content
+
+    @property
+    def license_column(self) -> str:
+        """Column of the licence where the documents of this source may differ in it, or empty."""
+        if self.settings.license_field:
+            return self.settings.license_field
+        return "license" if len({file.license for file in self.files}) > 1 else ""
 
     @property
     def transform(self) -> str:
@@ -90,15 +105,66 @@ def check_settings(settings: DataSettings) -> None:
                 f"{place}: unknown category {source.category!r}",
                 remedy=f"use one of {', '.join(CATEGORIES)}",
             )
-        unread = [] if source.kind in ("jsonl", "parquet") else list(_FIELDS_OF_RECORDS)
-        if source.kind == "installed":
-            unread += ["path", "content_key", "extensions", "revision", "license_spdx"]
-        for name in unread:
+        for name in _unread_fields(source.kind):
             if getattr(source, name) != SourceSettings.model_fields[name].default:
                 raise UsageError(
                     f"{place}: {name} means nothing for kind {source.kind!r}",
                     remedy=f"remove {name} from this source",
                 )
+        _check_revision(source)
+    _check_named_sources(settings)
+
+
+def _check_named_sources(settings: DataSettings) -> None:
+    """Refuse lists that name a source which the recipe does not have."""
+    known = {source.key for source in settings.sources}
+    lists = {
+        "exempt_sources": settings.fuzzy.exempt_sources,
+        "source_rank": settings.fuzzy.source_rank,
+        "reviewed_losses": tuple(loss.source for loss in settings.fuzzy.reviewed_losses),
+    }
+    for name, keys in lists.items():
+        if unknown := sorted(set(keys) - known):
+            raise UsageError(
+                f"data.fuzzy.{name} names {unknown[0]!r}, which is not a source",
+                remedy=f"use {', '.join(sorted(known))}",
+            )
+
+
+def _unread_fields(kind: str) -> list[str]:
+    """Settings that would change nothing."""
+    unread: list[str] = [] if kind in _KINDS_OF_RECORDS else list(_FIELDS_OF_RECORDS)
+    if kind == "installed":
+        unread += ["path", "content_key", "extensions", "revision", "license_spdx"]
+    return unread if kind == "huggingface" else [*unread, "split"]
+
+
+def is_remote(source: SourceSettings) -> bool:
+    """True if the files must be fetched: from a URL that is no local path, or from the hub."""
+    if source.kind == "huggingface":
+        return not source.path.startswith((".", "/", "~")) and not source.path.startswith("file:")
+    return "://" in source.path and not source.path.startswith("file://")
+
+
+def _check_revision(source: SourceSettings) -> None:
+    """Refuse a remote source that may become another one unnoticed."""
+    if not is_remote(source):
+        return
+    if source.kind == "huggingface":
+        if not _COMMIT.fullmatch(source.revision):
+            raise UsageError(
+                f"source {source.key!r}: revision {source.revision!r} of dataset {source.path!r} "
+                "is not a commit; a branch moves",
+                remedy="set revision to the 40 hex digits of a commit of its history on the hub; "
+                "a local copy is written ./folder",
+            )
+    elif not source.revision:
+        raise UsageError(
+            f"source {source.key!r}: {source.path} has no revision, so its text could change "
+            "between two runs",
+            remedy='set revision to the version you mean, e.g. revision = "2026-06-28"; '
+            "with sha256: and a content digest it is checked",
+        )
 
 
 def resolve_source(
@@ -110,12 +176,15 @@ def resolve_source(
         UsageError: nothing is there, or the licence class is not accepted.
     """
     kind = INSTALLED_READERS[source.key] if source.kind == "installed" else source.kind
+    checks_documents = bool(source.license_field) and not source.accept
     options = ReadOptions(
         kind=kind,
         max_document_bytes=settings.max_document_bytes,
         text_field=source.text_field,
         id_field=source.id_field,
         content_key=source.content_key,
+        license_field=source.license_field,
+        license_classes=settings.accepted_license_classes if checks_documents else (),
     )
     refused: list[InputFile] = []
     if source.kind == "installed":
@@ -131,26 +200,83 @@ def resolve_source(
             raise _refusal(source, facts, settings)
     else:
         facts = classify_license(source.license_spdx)
-        if not _is_accepted(source.license_spdx, source, settings):
+        if not source.license_field and not _is_accepted(source.license_spdx, source, settings):
             raise _refusal(source, facts, settings)
-        files = _list_own_files(source, project_folder)
+        files = _fetch(source, cache) if is_remote(source) else _list_own(source, project_folder)
     warnings = tuple(
         f"source {source.key!r}: unknown licence {name!r} counts as class 'unknown'"
         for name in facts.unknown
     )
-    revision = source.revision or cache.digest(source.key, files)
-    return Source(source, options, tuple(files), revision, facts, tuple(refused), warnings)
+    content = cache.digest(source.key, files)
+    if source.revision.startswith("sha256:") and source.revision != f"sha256:{content}":
+        raise UsageError(
+            f"source {source.key!r}: the content digest of its files is {content}, the revision "
+            f"says {source.revision}",
+            remedy="fetch the version that you mean, or correct revision",
+        )
+    return Source(source, options, tuple(files), content, facts, tuple(refused), warnings)
 
 
-def _list_own_files(source: SourceSettings, project_folder: Path) -> list[InputFile]:
-    extensions = _extensions(source)
-    files = list_files(_address(source.path, project_folder), extensions)
+def _fetch(source: SourceSettings, cache: "DigestCache") -> list[InputFile]:
+    """Copies of the files of a remote source, below `corpus/inputs`."""
+    root, extensions = source.path, _extensions(source)
+    if source.kind == "huggingface":
+        root = f"hf://datasets/{source.path}@{source.revision}"
+    identity = {
+        "root": root,
+        "revision": source.revision,
+        "subset": source.subset,
+        "split": source.split,
+        "extensions": list(extensions),
+    }
+    name = f"{source_folder_name(source.key)}_{step_key('inputs', 1, identity, [])}"
+    folder = cache.corpus / "inputs" / name
+
+    def choose(files: Sequence[InputFile]) -> Sequence[InputFile]:
+        return _choose(source, files, root, extensions)
+
+    return cache.adopt(
+        [
+            (
+                InputFile(
+                    str(folder / "files" / staged.path),
+                    staged.path,
+                    staged.size,
+                    (folder / "files" / staged.path).stat().st_mtime_ns,
+                    source.license_spdx,
+                ),
+                staged.sha256,
+            )
+            for staged in stage_files(source.key, root, folder, extensions, choose)
+        ]
+    )
+
+
+def _choose(
+    source: SourceSettings, files: Sequence[InputFile], root: str, extensions: Sequence[str]
+) -> Sequence[InputFile]:
+    """The files of a source out of those listed; a dataset's card has a say in it."""
     if not files:
         ending = f" that end with {', '.join(extensions)}" if extensions else ""
         raise UsageError(
             f"source {source.key!r}: no files in {source.path!r}{ending}",
             remedy="put files there, or correct path, kind or extensions of this source",
         )
+    if source.kind != "huggingface":
+        return files
+    try:
+        system, top = open_file_system(f"{root}/{CARD}")
+        text = system.cat_file(top).decode() if system.exists(top) else ""
+    except Exception as error:  # file systems raise whatever their library raises
+        raise unreadable(f"{root}/{CARD}", error) from error
+    card = read_card(text, source.key)
+    return choose_files(files, card, key=source.key, subset=source.subset, split=source.split)
+
+
+def _list_own(source: SourceSettings, project_folder: Path) -> list[InputFile]:
+    extensions = _extensions(source)
+    root = _address(source.path, project_folder)
+    files = _choose(source, list_files(root, extensions), root, extensions)
     return [replace(file, license=source.license_spdx) for file in files]
 
 
@@ -159,7 +285,8 @@ def _extensions(source: SourceSettings) -> tuple[str, ...]:
 
 
 def _address(path: str, project_folder: Path) -> str:
-    return path if "://" in path else str(project_folder.resolve() / Path(path).expanduser())
+    path = path.removeprefix("file://")
+    return str(project_folder.resolve() / Path(path).expanduser())
 
 
 def _is_accepted(expression: str, source: SourceSettings, settings: DataSettings) -> bool:
@@ -211,12 +338,17 @@ class DigestCache:
     """
 
     def __init__(self, corpus: Path) -> None:
-        self.path = corpus / DIGEST_CACHE
+        self.corpus, self.path = corpus, corpus / DIGEST_CACHE
         self.files: dict[InputFile, str] = {}
         try:
             self.known: dict[str, Any] = dict(read_json(self.path))
         except (OSError, ValueError, TypeError):
             self.known = {}
+
+    def adopt(self, digested: Sequence[tuple[InputFile, str]]) -> list[InputFile]:
+        """Take over SHA-256 sums that are known already; returns their files."""
+        self.files.update(digested)
+        return [file for file, _ in digested]
 
     def digest(self, key: str, files: Sequence[InputFile]) -> str:
         """Content digest of the files of source `key`."""

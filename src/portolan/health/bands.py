@@ -2,7 +2,7 @@
 the run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +112,8 @@ def build_band(
     line in ln FLOPs through them, at the run's own compute. Half-width: the largest of the range
     over rungs, three residual standard deviations (which grow as the line is extended), three
     standard errors of the comparison itself (`noise`) and the tolerance; plus half of what the
-    line rises beyond the largest rung.
+    line rises beyond the largest rung. Two sizes cannot say whether a difference is a trend: then
+    the centre stays, and the whole of what it would amount to widens the band.
     """
     sizes = sorted({x for _, x, _ in values})
     if len(sizes) < 2:
@@ -129,12 +130,19 @@ def build_band(
         centre = float(y.mean() + slope * (log_flops - x.mean()))
         residuals, freedom = y - y.mean() - slope * offset, len(y) - 2
         reach = float(np.sqrt(1 + 1 / len(y) + (log_flops - x.mean()) ** 2 / (offset @ offset)))
+        extrapolated = TREND_DOUBT * abs(slope) * max(0.0, log_flops - sizes[-1])
+    elif len(sizes) < MIN_TREND_RUNGS:
+        slope = float(changes[0] / (sizes[1] - sizes[0]))
         extrapolated = abs(slope) * max(0.0, log_flops - sizes[-1])
     sd = float(np.sqrt((residuals**2).sum() / max(1, freedom))) * reach
     least = tolerance * abs(centre) if relative else tolerance
     half_width = max(float(np.ptp(y)), RESIDUAL_SDS * sd, least, RESIDUAL_SDS * noise)
-    half_width += TREND_DOUBT * extrapolated
-    return Band(fraction, centre, half_width, tuple((name, value) for name, _, value in values))
+    return Band(
+        fraction,
+        centre,
+        half_width + extrapolated,
+        tuple((name, value) for name, _, value in values),
+    )
 
 
 @dataclass(frozen=True)
@@ -206,6 +214,23 @@ def _measure(series: Series, steps: int, fraction: float, kind: str) -> tuple[fl
         return slope_at(series, steps, fraction)
     value = value_at(series, steps, fraction)
     return None if value is None else (value, 0.0)
+
+
+def lower_edge(
+    target: RunCurves, rungs: Sequence[RunCurves], signal: str
+) -> Callable[[float], float | None]:
+    """Share of the run -> lower edge of the rungs' newest band up to there.
+
+    Before their first band it is that one: the first updates of a long run are a share of it at
+    which the rungs have hardly begun. None without any band.
+    """
+    edges = [(c.band.fraction, c.band.low) for c in compare(target, rungs, signal)]
+
+    def edge(fraction: float) -> float | None:
+        reached = [low for at, low in edges if at <= fraction + 1e-9]
+        return reached[-1] if reached else (edges[0][1] if edges else None)
+
+    return edge
 
 
 def outside_in_a_row(comparisons: Sequence[Comparison]) -> list[Comparison]:

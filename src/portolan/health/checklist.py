@@ -148,7 +148,8 @@ ITEMS = (
     Item(
         4, "train loss falls",
         f"never above {RULES['H06'].limits['ratio']:g} x trend for "
-        f"{RULES['H06'].limits['consecutive']:g} rows, no jump above {items.MAX_JUMP:g} nat",
+        f"{RULES['H06'].limits['consecutive']:g} rows, no jump above {items.MAX_JUMP:g} nat "
+        "or what the scatter of the rungs' rows explains",
         ("all", "W1", "W4", "Wc"), "page", items.train_loss, RULES["H06"].advice,
     ),
     Item(

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from scipy.special import ndtri
 
 from portolan.health import bands
 from portolan.health.curves import DRIFT_PREFIX, PARAMETER_PREFIX, Series
@@ -27,6 +28,11 @@ SPREAD_RATIO = 2.0
 LEVEL_FROM = 0.01
 MAX_DRIFT = 1e-3
 MAX_JUMP = 1.0
+JUMPS_FROM = 0.03
+"""Share of a rung's run from which its rows show their scatter: before, the loss falls fast."""
+CLEAN_RUNS = 1000
+NORMAL_MEDIAN = float(ndtri(0.75))
+"""Median magnitude of a standard normal."""
 BIAS_FROM = 0.03
 SLOPE_MARKS = 3
 SLOPE_STEP = 0.05
@@ -194,14 +200,41 @@ def train_loss(evidence: "Evidence", window: "Window") -> Outcome:
         return "not measured", "no train loss in this window"
     if not np.all(np.isfinite(rows.values)):
         return "fail", "the train loss is not finite"
-    neighbours = np.diff(rows.rows) == 1
-    jump = float(np.max(np.diff(rows.values)[neighbours], initial=0.0))
     limits, above = RULES["H06"].limits, _longest_above(rows.values)
-    if jump > MAX_JUMP:
-        return "fail", f"the train loss jumped by {jump:.2f} nats"
     if above >= limits["consecutive"]:
         return "fail", f"{above} rows in a row above {limits['ratio']:g} x trend"
-    return "pass", f"largest jump {jump:.2f} nats"
+    jump, bound = float(np.max(_steps(rows), initial=0.0)), _jump_limit(evidence)
+    verdict: Verdict = "pass" if jump <= bound else "fail"
+    return verdict, f"largest jump of the train loss {jump:.2f} nats, limit {bound:.2f}"
+
+
+def _steps(rows: Series) -> np.ndarray:
+    """Differences of neighbouring rows."""
+    return np.diff(rows.values)[np.diff(rows.rows) == 1]
+
+
+def _jump_limit(evidence: "Evidence") -> float:
+    """A nat, or what the scatter of the rungs' rows explains, whichever is larger.
+
+    A row is the mean over one batch: where batches are small, rows scatter by a large part of a
+    nat, and the more so the lower the loss. The scatter is a band over the rungs; the number of
+    standard deviations is the largest that a rung shows, at least that which normal errors exceed
+    in one run of CLEAN_RUNS.
+    """
+    scatter, largest = [], 0.0
+    for rung in evidence.rungs:
+        if (series := rung.series.get("train/cross_entropy")) is None:
+            continue
+        steps = _steps(series.between(JUMPS_FROM * rung.steps, rung.steps))
+        sd = float(np.median(np.abs(steps))) / NORMAL_MEDIAN if len(steps) else 0.0
+        if sd > 0:
+            scatter.append((rung.label, rung.log_flops, sd))
+            largest = max(largest, float(np.max(steps)) / sd)
+    band = bands.build_band(1.0, scatter, evidence.target.log_flops)
+    if band is None:
+        return MAX_JUMP
+    deviations = -float(ndtri(1 / (CLEAN_RUNS * evidence.target.steps)))
+    return max(MAX_JUMP, band.high * max(largest, deviations))
 
 
 def _longest_above(values: np.ndarray) -> int:
@@ -254,12 +287,9 @@ def entropy(evidence: "Evidence", window: "Window") -> Outcome:
     if series is None:
         return "not measured", "no routing entropy is logged"
     limit = entropy_limit(target.num_experts)
-    edges = {
-        c.band.fraction: c.band.low
-        for c in bands.compare(target, evidence.rungs, "routing entropy")
-    }
+    edge = bands.lower_edge(target, evidence.rungs, "routing entropy")
     found = [
-        (value, min(limit, edges.get(fraction, limit)), fraction)
+        (value, limit if (low := edge(fraction)) is None else min(limit, low), fraction)
         for fraction in bands.GRID
         if window.start <= fraction <= min(window.end, target.progress) + 1e-9
         and fraction * target.steps >= bands.MIN_UPDATES

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from portolan.optim.adam import adam_direction, adam_step, clip_gradients
+from portolan.optim.adam import accept, adam_direction, adam_step, clip_gradients, settle
 from portolan.optim.groups import GroupRow, GroupTable
 from portolan.optim.newton_schulz import (
     cpu_chunk,
@@ -60,7 +60,7 @@ class OptimizerState:
     adamw: dict[str, Any]
 
 
-StepFunction = Callable[[Any, OptimizerState, Any, Rates], tuple[Any, OptimizerState]]
+StepFunction = Callable[..., tuple[Any, OptimizerState]]
 
 
 def hyperball_step(
@@ -130,7 +130,11 @@ def init_state(params: Any, *, table: GroupTable, settings: OptimizerSettings) -
 def build_step(
     table: GroupTable, settings: OptimizerSettings, *, layout: Layout | None = None
 ) -> StepFunction:
-    """A pure function (grads, state, params, rates) -> (new params, new state), to be jitted."""
+    """A pure function (grads, state, params, rates) -> (new params, new state), to be jitted.
+
+    With `accepted=flag` it returns the old ones where the flag is false: written this way the
+    arrays of a donated state are updated in place.
+    """
     if settings.beta2 is None or settings.epsilon is None:
         raise OptimizerError(
             "beta2 and epsilon of Adam are unset",
@@ -139,16 +143,21 @@ def build_step(
     rule = _UpdateRule(table, settings, layout)
 
     def step(
-        grads: Any, state: OptimizerState, params: Any, rates: Rates
+        grads: Any,
+        state: OptimizerState,
+        params: Any,
+        rates: Rates,
+        accepted: jax.Array | None = None,
     ) -> tuple[Any, OptimizerState]:
         weights = _checked_leaves(params, table)
         named = flatten_paths(grads)
         if named.keys() != weights.keys():
             raise OptimizerError("the gradients and the parameters are different trees")
         gradients = {path: named[path].astype(leaf.dtype) for path, leaf in weights.items()}
-        new, members = rule.apply(rule.clip(gradients), state, weights, rates)
+        new, members = rule.apply(rule.clip(gradients), state, weights, rates, accepted)
         structure = jax.tree.structure(params)
-        new_state = OptimizerState(count=state.count + 1, **members)
+        count = accept(state.count + 1, state.count, accepted)
+        new_state = OptimizerState(count=count, **members)
         return jax.tree.unflatten(structure, [new[path] for path in weights]), new_state
 
     return step
@@ -163,7 +172,12 @@ class _UpdateRule:
     layout: Layout | None
 
     def apply(
-        self, grads: Leaves, state: OptimizerState, weights: Leaves, rates: Rates
+        self,
+        grads: Leaves,
+        state: OptimizerState,
+        weights: Leaves,
+        rates: Rates,
+        accepted: jax.Array | None,
     ) -> tuple[Leaves, dict[str, dict[str, Any]]]:
         """New weights, and the new state of each group, nested."""
         new: Leaves = {}
@@ -172,13 +186,14 @@ class _UpdateRule:
             rows = self.table.in_group(group)
             old = {row.path: _look_up(getattr(state, group), row.path) for row in rows}
             if group == "muonh":
-                directions, states = self.muon_directions(grads, old)
+                directions, states = self.muon_directions(grads, old, accepted)
             else:
-                directions, states = self.adam_directions(group, grads, old, state.count)
+                directions, states = self.adam_directions(group, grads, old, state.count, accepted)
             for row in rows:
                 if "radius" in old[row.path]:
                     states[row.path]["radius"] = old[row.path]["radius"]
-                new[row.path] = self.move(row, weights, directions, old, rates)
+                moved = self.move(row, weights, directions, old, rates)
+                new[row.path] = accept(moved, weights[row.path], accepted)
             members[group] = _nest(states)
         return new, members
 
@@ -198,14 +213,18 @@ class _UpdateRule:
         return self.pin(row, hyperball_step(weight, direction, eta, self.norm(row), radius))
 
     def muon_directions(
-        self, grads: Leaves, states: Mapping[str, Mapping[str, jax.Array]]
+        self,
+        grads: Leaves,
+        states: Mapping[str, Mapping[str, jax.Array]],
+        accepted: jax.Array | None,
     ) -> tuple[Leaves, dict[str, dict[str, jax.Array]]]:
         """Orthogonalised momentum of every muonh leaf, and the new momentum."""
         momentum = self.settings.momentum
         buffers, inputs = {}, {}
         for path, state in states.items():
             buffer = momentum * state["buf"] + grads[path]
-            buffers[path] = {"buf": buffer}
+            buffers[path] = settle({"buf": buffer}, state, accepted)
+            buffer = buffers[path]["buf"]
             inputs[path] = momentum * buffer + grads[path] if self.settings.nesterov else buffer
         if self.layout is None:
             return orthogonalise_leaves(inputs, self.iterate), buffers
@@ -236,6 +255,7 @@ class _UpdateRule:
         grads: Leaves,
         states: Mapping[str, Mapping[str, jax.Array]],
         count: jax.Array,
+        accepted: jax.Array | None,
     ) -> tuple[Leaves, dict[str, dict[str, jax.Array]]]:
         """Adam's direction for every leaf of `group`, and the new moments."""
         assert self.settings.beta2 is not None and self.settings.epsilon is not None
@@ -249,6 +269,7 @@ class _UpdateRule:
                 beta1=self.settings.beta1,
                 beta2=self.settings.beta2,
                 epsilon=epsilon,
+                accepted=accepted,
             )
         return directions, moments
 

@@ -55,6 +55,11 @@ def recorded_changes(record: ProjectRecord, run_id: str) -> list[Change]:
     return [entry.change for entry in _entries(record, run_id) if not entry.body["planned"]]
 
 
+def changes_in_force(record: ProjectRecord, run_id: str) -> list[Change]:
+    """All changes of a run, planned ones too, in the order in which they were first recorded."""
+    return [entry.change for entry in _entries(record, run_id)]
+
+
 class Entry(NamedTuple):
     """A change and the newest record of it."""
 

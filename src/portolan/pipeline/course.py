@@ -19,9 +19,7 @@ from portolan.optim.schedule import HorizonEvent
 from portolan.recipe import Recipe
 from portolan.scaling.ladder import Rung
 from portolan.shapes import QK_MULTIPLIER_AT_START, qk_multiplier
-from portolan.timetable import ContextStage
-
-MAIN_PHASE = "main"
+from portolan.timetable import MAIN_PHASE, ContextStage
 
 
 @dataclass(frozen=True)

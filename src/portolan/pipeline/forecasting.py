@@ -7,6 +7,7 @@ from portolan.canonical import digest, stringify_floats
 from portolan.console import say
 from portolan.errors import UsageError
 from portolan.files import read_json, write_json_atomic
+from portolan.pipeline.change_records import run_course
 from portolan.pipeline.corpus import Corpus
 from portolan.pipeline.plan import ladder_share
 from portolan.pipeline.provenance import code_commit, code_digest
@@ -39,8 +40,8 @@ def metric_identity(corpus: Corpus, run: PlannedRun) -> dict[str, Any]:
     }
 
 
-def live_conditions(project: Project, corpus: Corpus, target: PlannedRun) -> dict[str, Any]:
-    """The fields that a registration conditions on, as they are now."""
+def planned_conditions(project: Project, corpus: Corpus, target: PlannedRun) -> dict[str, Any]:
+    """The fields that a registration conditions on, as the recipe plans them."""
     recipe = project.recipe
     return stringify_floats(
         {
@@ -57,8 +58,11 @@ def live_conditions(project: Project, corpus: Corpus, target: PlannedRun) -> dic
     )
 
 
-def make_forecast(project: Project, corpus: Corpus) -> Forecast:
+def make_forecast(project: Project, corpus: Corpus, *, steps: int | None = None) -> Forecast:
     """Forecast the target from all rungs of the recipe.
+
+    Args:
+        steps: updates of the target after a change of its horizon, None for the planned ones.
 
     Raises:
         UsageError: a rung is not finished.
@@ -90,7 +94,7 @@ def make_forecast(project: Project, corpus: Corpus) -> Forecast:
     target = TargetPlan.from_rung(runs[-1].rung, run_id=runs[-1].run_id)
     return forecast_ladder(
         curves,
-        target,
+        target if steps is None else target.until(steps),
         method=project.recipe.forecast.method,
         asymptote=project.recipe.forecast.asymptote,
         headline=HEADLINE,
@@ -159,7 +163,8 @@ def register_target(
     # A process killed between the two records left the forecast: it is sealed, so it is kept.
     entry = _recorded_forecast(record, target)
     if entry is None:
-        body = _forecast_body(project, corpus, target, seen)
+        steps = run_course(project, record, target).num_updates
+        body = _forecast_body(project, corpus, target, steps, seen)
         identity = record.journal.append("forecast", body)
     else:
         body, identity = entry.body, entry.id
@@ -180,17 +185,18 @@ def register_target(
 
 
 def _forecast_body(
-    project: Project, corpus: Corpus, target: PlannedRun, seen: list[int]
+    project: Project, corpus: Corpus, target: PlannedRun, steps: int, seen: list[int]
 ) -> dict[str, Any]:
+    conditions = planned_conditions(project, corpus, target) | {"steps": steps}
     return build_body(
-        make_forecast(project, corpus),
+        make_forecast(project, corpus, steps=steps),
         title=f"{project.recipe.name}: final loss of the target",
         author="the project's owner",
         made_at=now(),
         metric=metric_identity(corpus, target),
         recipe=_recipe_digests(project, corpus, target),
         method={"code_commit": code_commit(), "script_sha256": code_digest()},
-        conditions=minimum_conditions(live_conditions(project, corpus, target)),
+        conditions=minimum_conditions(conditions),
         on_failure=(
             "the ladder does not predict this target within its interval: report the miss, look "
             "for a cause among rate, batch and data before the recipe is used at a larger scale"
@@ -201,7 +207,7 @@ def _forecast_body(
 
 def _recipe_digests(project: Project, corpus: Corpus, target: PlannedRun) -> dict[str, Any]:
     recipe = project.recipe
-    conditions = live_conditions(project, corpus, target)
+    conditions = planned_conditions(project, corpus, target)
     return {
         "recipe": recipe.digest(),
         "model": digest(stringify_floats(target.rung.plan())),
@@ -268,7 +274,7 @@ def score_target(project: Project, corpus: Corpus, record: ProjectRecord) -> dic
             f"no forecast is registered for {target.run_id}", remedy="run `portolan register`"
         )
     values = evaluations(project, target.run_id).get(HEADLINE, {})
-    marks = _marks(values, target.rung.steps)
+    marks = _marks(values, run_course(project, record, target).num_updates)
     ledger = target_ledger(project, corpus, list(record.journal.records()), target)
     scores = {item.id: dict(item.score) for item in ledger}
     result = stringify_floats(
@@ -309,7 +315,7 @@ def _file_digest(path: Any) -> str:
 
 
 def _marks(values: dict[int, float], steps: int) -> dict[str | float, float]:
-    """{`0.05`: value ...} of the evaluations at the planned marks."""
+    """{`0.05`: value ...} of the evaluations at the marks of a run of so many updates."""
     from portolan.scaling.curves import mark_label, points_from_completed, snap
 
     points = snap(points_from_completed(values, steps))

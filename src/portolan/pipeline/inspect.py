@@ -14,7 +14,6 @@ from portolan.pipeline.runs import (
     PlannedRun,
     build_evaluators,
     planned_runs,
-    run_loader,
     run_settings,
 )
 from portolan.pipeline.stages import require_corpus
@@ -127,21 +126,3 @@ def read_prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}", remedy="name a UTF-8 text file") from error
     return [line for line in lines if line.strip()]
-
-
-def show_batch(project: Project, run_id: str, step: int) -> None:
-    """Print source, id and epoch of the documents in each row of a step."""
-    corpus = require_corpus(project)
-    run = find_run(project, corpus, run_id)
-    course = run_course(project, ProjectRecord(project), run)
-    if step >= course.num_updates:
-        raise UsageError(
-            f"step {step} is outside {run.run_id}", remedy=f"use 0 to {course.num_updates - 1}"
-        )
-    loader = run_loader(project, corpus, run, course)
-    for row in loader.show_batch(step):
-        for document in row.documents:
-            say(
-                f"row={row.row} tokens={document.start}-{document.stop} "
-                f"source={document.source} id={document.document_id} epoch={document.epoch}"
-            )

@@ -12,7 +12,7 @@ from portolan.console import console, say
 from portolan.errors import UsageError
 from portolan.files import write_json_atomic
 from portolan.pipeline.corpus import Corpus
-from portolan.pipeline.forecasting import FORECAST_DIGITS, HEADLINE, live_conditions
+from portolan.pipeline.forecasting import FORECAST_DIGITS, HEADLINE, planned_conditions
 from portolan.pipeline.recorder import ProjectRecord
 from portolan.pipeline.runs import PlannedRun, evaluations
 from portolan.project import Project
@@ -150,7 +150,7 @@ def target_ledger(
 ) -> list[Entry]:
     """Every registered forecast of the target with its score so far."""
     metrics = evaluations(project, target.run_id) if _has_metrics(project, target) else {}
-    live = live_conditions(project, corpus, target)
+    live = planned_conditions(project, corpus, target)
     return build_ledger(
         registered_forecasts(records, target.run_id),
         regimes(live, recorded_changes(records, target.run_id), metrics),
@@ -196,7 +196,7 @@ def amend_target(
         )
     earlier_id, earlier = known[-1]
     metrics = evaluations(project, target.run_id) if _has_metrics(project, target) else {}
-    live = live_conditions(project, corpus, target)
+    live = planned_conditions(project, corpus, target)
     after = regimes(live, recorded_changes(records, target.run_id), metrics)[-1].live
     effects = [
         *_shift_effects(shifts),

@@ -7,8 +7,10 @@ from typing import Any
 from portolan.canonical import digest, stringify_floats
 from portolan.console import RunReporter, say
 from portolan.files import read_json, write_json_atomic
+from portolan.pipeline import mixing
 from portolan.pipeline.change_records import (
     CHANGES_FILE,
+    completed_updates,
     conclude_changes,
     planned_course,
     record_course,
@@ -24,10 +26,15 @@ from portolan.scaling.ladder import Rung
 RUN_KEY_DIGITS = 8
 MIXTURE_FILE = "mixture.json"
 MAX_PERMANENT_CHECKPOINTS = 64
-RECORD_ROLES = {"target": "production", "rung": "trial", "ablation": "ablation"}
+RECORD_ROLES = {
+    "target": "production",
+    "rung": "trial",
+    "ablation": "ablation",
+    "swarm": "trial",
+}
 """What the record calls the role of a run."""
-ABLATION_EVALUATIONS = 4
-"""Evaluations of a run of an ablation, which is judged by its last one."""
+FINAL_EVALUATIONS = 4
+"""Evaluations of a run of an ablation or of a swarm, which is judged by its last one."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,7 @@ def plan_run(
 
 def reference_tokens(project: Project) -> int:
     """Tokens that mixture weights and simulated epochs refer to: the target's, unless stated."""
-    stated = project.recipe.budget.reference_tokens
-    return stated or plan_width(project.recipe, project.recipe.model.width).tokens
+    return mixing.reference_tokens(project.recipe)
 
 
 def is_finished(project: Project, run: PlannedRun) -> bool:
@@ -122,7 +128,12 @@ def evaluations(project: Project, run_id: str) -> dict[str, dict[int, float]]:
 
 
 def describe(project: Project, corpus: Corpus, run: PlannedRun) -> dict[str, Any]:
-    """Content of `run.json`."""
+    """Content of `run.json`.
+
+    `simulated_epochs`: tokens of the run and tokens of the one whose epochs it repeats, or none.
+    """
+    reference = reference_tokens(project)
+    simulated = None if run.is_target else mixing.simulated_epochs(run.order, reference)
     return stringify_floats(
         {
             "id": run.run_id,
@@ -137,6 +148,7 @@ def describe(project: Project, corpus: Corpus, run: PlannedRun) -> dict[str, Any
                 "store": corpus.store_digest,
                 "tokenizer": corpus.tokenizer_digest,
                 "evaluation": corpus.evaluation_digest,
+                "simulated_epochs": None if simulated is None else list(simulated),
             },
         }
     )
@@ -149,8 +161,9 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
         record_finished(project, record, run)
         return False
     from portolan.train.loop import TrainingLoop
-    from portolan.train.programs import keep_programs
+    from portolan.train.programs import keep_memory, keep_programs
 
+    keep_memory()
     keep_programs()
     record.run(
         run.run_id,
@@ -162,7 +175,10 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
     course = run_course(project, record, run)
     settings = run_settings(project, run, course)
     write_json_atomic(folder / "run.json", describe(project, corpus, run))
-    corpus.mixture(run.order, course).save(folder / MIXTURE_FILE)
+    mixture = corpus.mixture(run.order, course)
+    mixing.save_mixture(mixture, folder / MIXTURE_FILE, completed_updates(folder))
+    if run.is_target:
+        say(f"{run.run_id}: {mixing.describe_epochs(mixture)}")
     pinned, by_length = build_evaluators(project, corpus, settings)
     reporter = RunReporter(run.run_id, settings.num_updates)
     with reporter.open() as report:
@@ -306,7 +322,9 @@ def run_settings(project: Project, run: PlannedRun, course: Course | None = None
         temporary_checkpoint_seconds=recipe.train.temporary_checkpoint_seconds,
         permanent_checkpoint_steps=recipe.train.permanent_checkpoint_steps
         or (-(-rung.steps // MAX_PERMANENT_CHECKPOINTS) if run.is_target else rung.steps),
-        num_evaluations=ABLATION_EVALUATIONS if run.role == "ablation" else NUM_EVALUATION_MARKS,
+        num_evaluations=FINAL_EVALUATIONS
+        if run.role in ("ablation", "swarm")
+        else NUM_EVALUATION_MARKS,
         stages=tuple(
             Stage(
                 stage.start_step,

@@ -83,7 +83,7 @@ def draft_seal(project: Project, record: ProjectRecord, report: Report) -> SealD
         recipe_digest=project.recipe.digest(),
         licences=licence_table(project.root, records, corpus),
         findings=_findings(project),
-        final_items=final_items(project, corpus, records, runs, stages),
+        final_items=final_items(project, records, runs, stages),
         data_manifest=data_manifest(project, corpus) if corpus else None,
         evaluations=_evaluations(project, corpus) if corpus else None,
     )

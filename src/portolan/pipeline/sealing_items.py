@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from portolan.canonical import stringify_floats
+from portolan.data.mixture import load_mixture
 from portolan.files import sha256_file
-from portolan.pipeline.corpus import Corpus
 from portolan.pipeline.course import Stage
+from portolan.pipeline.runs import MIXTURE_FILE
 from portolan.project import Project
 from portolan.record.chain import Record
 from portolan.record.lineage import LineageError
@@ -19,7 +21,6 @@ NOT_STATED = "not_stated"
 
 def final_items(
     project: Project,
-    corpus: Corpus | None,
     records: Sequence[Record],
     runs: Sequence[SealedRun],
     stages: Mapping[str, Sequence[Stage]],
@@ -32,7 +33,7 @@ def final_items(
     name = target.name if target else ""
     return [
         _forecast(project, name),
-        FinalItem("mixture versions and token exposure", _mixtures(project, corpus)),
+        FinalItem("mixture versions and token exposure", _mixtures(project, name)),
         *_trained(project, records, name),
         FinalItem("checkpoints", _checkpoints(records), "artifact records in force"),
         FinalItem("evaluations", _evaluation(project, name), f"runs/{name}/finished.json"),
@@ -58,14 +59,14 @@ def _forecast(project: Project, name: str) -> FinalItem:
     return FinalItem("forecast against the curve", kept, source)
 
 
-def _mixtures(project: Project, corpus: Corpus | None) -> Any:
-    found = {
-        path.parent.name: sha256_file(path) for path in sorted(project.runs.glob("*/mixture.json"))
-    }
-    if corpus is None or not found:
+def _mixtures(project: Project, name: str) -> Any:
+    """Digest of every mixture, and how often the target reads each cell under its own."""
+    found = {path.parent.name: path for path in sorted(project.runs.glob(f"*/{MIXTURE_FILE}"))}
+    if not found:
         return NOT_STATED
-    exposure = {s["key"]: s.get("epochs", NOT_STATED) for s in corpus.summary["sources"]}
-    return {"digests": found, "epochs of each source in the target": exposure}
+    epochs = load_mixture(found[name]).epochs() if name in found else NOT_STATED
+    digests = {run: sha256_file(path) for run, path in found.items()}
+    return stringify_floats({"digests": digests, "epochs of each cell in the target": epochs})
 
 
 def _trained(project: Project, records: Sequence[Record], name: str) -> Iterator[FinalItem]:

@@ -10,9 +10,9 @@ import pydantic
 from portolan.data.licenses import NO_ASSERTION, classify_license
 from portolan.errors import UsageError
 from portolan.pipeline.corpus import Corpus
-from portolan.recipe import LICENSE_CLASSES
 from portolan.record.chain import Record
 from portolan.record.licences import LicenceRow, Redistribution, Subject, check_licences
+from portolan.source_settings import LICENSE_CLASSES
 
 FILE = "licences.toml"
 CODE = "code"

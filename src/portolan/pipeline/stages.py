@@ -8,7 +8,8 @@ from portolan.console import say
 from portolan.errors import PortolanError
 from portolan.pipeline import forecasting
 from portolan.pipeline.claims import claim_headline
-from portolan.pipeline.corpus import Corpus, build_corpus, find_corpus
+from portolan.pipeline.corpus import Corpus, find_corpus
+from portolan.pipeline.curation import Place, build_corpus
 from portolan.pipeline.plan import ladder_share
 from portolan.pipeline.recorder import ProjectRecord
 from portolan.pipeline.runs import is_finished, planned_runs, record_finished, train
@@ -81,12 +82,12 @@ def complete_record(project: Project) -> None:
     record.sign()
 
 
-def curate(project: Project) -> None:
+def curate(project: Project, place: Place | None = None, *, refit: bool = False) -> None:
     """Documents, tokenizer, held-out set and token store."""
-    if find_corpus(project) is not None:
+    if find_corpus(project) is not None and not refit:
         say("nothing to do: the corpus is curated")
         return
-    corpus = build_corpus(project)
+    corpus = build_corpus(project, place, refit=refit)
     complete_record(project)
     for line in corpus.describe():
         say(line)
@@ -146,7 +147,8 @@ def score(project: Project) -> None:
 
 
 def report(project: Project) -> None:
-    """Build the page."""
+    """Build the page and, of a curated corpus, the data map."""
+    from portolan.pipeline.mapping import try_pages
     from portolan.pipeline.reconcile import write_reconciliation
     from portolan.pipeline.watching import leave_status
     from portolan.record.verify import verify_project
@@ -155,6 +157,7 @@ def report(project: Project) -> None:
     if ProjectRecord(project).find("run", role="production"):
         write_reconciliation(project)
         leave_status(project)
+    try_pages(project)
     say(f"page: {build_site(project.root, verify_project(project.root))}")
 
 

@@ -166,12 +166,11 @@ def _settings(subject: Subject, target: RunCurves | None, rungs: Sequence[RunCur
     if subject.ledger:
         parameters = subject.ledger[-1].body["method"].get("parameters", {})
         noise = float(parameters.get("final_noise_nats", NOISE))
-    edges = bands.compare(target, rungs, "routing entropy") if target else []
+    edge = bands.lower_edge(target, rungs, "routing entropy") if target else None
     steps = _horizon(subject)
 
     def entropy_floor(row: int) -> float | None:
-        near = [edge.band.low for edge in edges if edge.band.fraction <= (row + 1) / steps]
-        return near[-1] if near else (edges[0].band.low if edges else None)
+        return edge((row + 1) / steps) if edge else None
 
     return Settings(
         time_scale=health.time_scale,

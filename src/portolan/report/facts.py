@@ -270,6 +270,7 @@ class Project:
     claims: tuple[Claim, ...] = ()
     problems: tuple[str, ...] = ()
     has_ablation: bool = False
+    has_map: bool = False
     observed: Observed = field(default_factory=Observed)
     health: Health | None = None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from portolan.accounting import active_parameters, total_parameters, training_flops
+from portolan.data.mixture import load_mixture
 from portolan.errors import PortolanError
 from portolan.record.verdicts import VERDICTS
 from portolan.report import journal
@@ -79,8 +80,8 @@ def read_project(root: Path, verification: "Report | None" = None) -> Project:
     root = root.resolve()
     folder, record = Folder(root), root / "record"
     run_files = sorted((root / "runs").glob("*/run.json"))
-    # Those of an ablation are many, and have a page of their own.
-    shown = (path for path in run_files if folder.json(path).get("role") != "ablation")
+    # Those of an ablation and of a swarm are many, and are compared elsewhere.
+    shown = (p for p in run_files if folder.json(p).get("role") not in ("ablation", "swarm"))
     runs = sorted((_run(folder, path) for path in shown), key=_run_order)
     records = folder.guard(record, journal.read_records, [])
     forecasts = [_forecast(folder, path) for path in sorted((root / "forecasts").glob("*.json"))]
@@ -93,7 +94,7 @@ def read_project(root: Path, verification: "Report | None" = None) -> Project:
         folder.problems.append(f"The lineages contradict each other: {observed.problem}")
     return Project(
         name=journal.project_name(records) or root.name,
-        corpus=_corpus(folder.json(root / "corpus" / "summary.json")),
+        corpus=_corpus(folder, target),
         runs=tuple(runs),
         forecasts=tuple(forecasts),
         score=_score(folder.json(root / "runs" / target.id / "score.json")) if target else None,
@@ -104,6 +105,7 @@ def read_project(root: Path, verification: "Report | None" = None) -> Project:
         claims=tuple(_claims(folder.json(root / "site" / "reconciliation.json"))),
         problems=tuple(dict.fromkeys(folder.problems)),
         has_ablation=(root / "site" / "ablation.html").is_file(),
+        has_map=(root / "site" / "map" / "index.html").is_file(),
         observed=observed,
         health=read_health(folder.json(root / "runs" / target.id / "status.json"))
         if target
@@ -145,13 +147,15 @@ def _run_order(run: Run) -> tuple[bool, int, int, str]:
 # ---------------------------------------------------------------- corpus
 
 
-def _corpus(summary: Mapping[str, Any]) -> Corpus | None:
+def _corpus(folder: Folder, target: Run | None) -> Corpus | None:
+    summary = folder.json(folder.root / "corpus" / "summary.json")
     if not summary:
         return None
+    epochs = _source_epochs(folder, summary, target) if target else {}
     tokenizer, store = _table(summary.get("tokenizer")), _table(summary.get("store"))
     unigram = _table(summary.get("unigram_cross_entropy"))
     return Corpus(
-        sources=tuple(_source(row) for row in _rows(summary.get("sources"))),
+        sources=tuple(_source(row, epochs) for row in _rows(summary.get("sources"))),
         vocab_size=as_count(tokenizer.get("vocab_size")),
         bytes_per_token=as_number(tokenizer.get("bytes_per_token")),
         tokenizer_digest=as_text(tokenizer.get("digest")),
@@ -165,7 +169,26 @@ def _corpus(summary: Mapping[str, Any]) -> Corpus | None:
     )
 
 
-def _source(row: Mapping[str, Any]) -> Source:
+def _source_epochs(folder: Folder, summary: Mapping[str, Any], target: Run) -> Mapping[str, float]:
+    """How often the target reads each source under its own mixture: the mean over its tokens."""
+    path = folder.root / "runs" / target.id / "mixture.json"
+    mixture = folder.guard(path, load_mixture, None) if path.is_file() else None
+    if mixture is None or mixture.store_digest != _table(summary.get("store")).get("digest"):
+        return {}
+    epochs, found = mixture.epochs(), dict[str, float]()
+    tokens = {
+        as_text(row.get("key")): as_count(row.get("tokens"))
+        for row in _rows(summary.get("sources"))
+    }
+    for cell in _rows(summary.get("cells")):
+        for key, counts in _table(cell.get("sources")).items():
+            count = as_count(counts[-1]) if isinstance(counts, list) and counts else None
+            share = (count or 0) / max(1, tokens.get(key) or 0)
+            found[key] = found.get(key, 0.0) + epochs.get(as_text(cell.get("name")), 0.0) * share
+    return found
+
+
+def _source(row: Mapping[str, Any], epochs: Mapping[str, float]) -> Source:
     dropped = ((str(k), as_count(v) or 0) for k, v in _table(row.get("dropped")).items())
     return Source(
         key=as_text(row.get("key")),
@@ -178,7 +201,7 @@ def _source(row: Mapping[str, Any]) -> Source:
         num_heldout_documents=as_count(row.get("heldout_documents")),
         num_heldout_tokens=as_count(row.get("heldout_tokens")),
         dropped=tuple(sorted(dropped)),
-        epochs=as_number(row.get("epochs")),
+        epochs=epochs.get(as_text(row.get("key")), as_number(row.get("epochs"))),
     )
 
 

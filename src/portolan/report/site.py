@@ -108,8 +108,18 @@ def render(project: Project) -> str:
     )
 
 
-def render_template(name: str, drawn: Sequence[Figure], **values: Any) -> str:
-    """The HTML of a template that has these figures, with style, charts and script inside."""
+def render_template(
+    name: str,
+    drawn: Sequence[Figure],
+    *,
+    page_scripts: Sequence[str] = (),
+    page_data: Any = None,
+    **values: Any,
+) -> str:
+    """The HTML of a template that has these figures, with style, charts and script inside.
+
+    `page_scripts` are script files of the templates; they read `page_data` from the page.
+    """
     import jinja2
     from altair.utils.schemapi import debug_mode
 
@@ -124,10 +134,13 @@ def render_template(name: str, drawn: Sequence[Figure], **values: Any) -> str:
     with debug_mode(False):
         specifications = {figure.id: specification(figure) for figure in drawn}
     script = _script() if drawn else ""
+    page_script = "\n".join((TEMPLATES / path).read_text() for path in page_scripts)
     return environment.get_template(name).render(
         charts_json=_inline_json(specifications),
         script=script,
-        script_digest=_source_digest(script),
+        page_script=page_script,
+        page_json=_inline_json(page_data),
+        script_digests=[_source_digest(text) for text in (script, page_script) if text],
         light=css_variables("light"),
         dark=css_variables("dark"),
         version=portolan.__version__,

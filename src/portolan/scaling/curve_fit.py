@@ -91,12 +91,16 @@ def fit_curves(
     """
     fitted: list[tuple[CurveModel, Node, Array, Array, float]] = []
     for shape in shapes:
-        start: Array | None = None
-        for node in nodes:
+        modes: list[Array] = []
+        for node, before in zip(nodes, (None, *nodes), strict=False):
+            if before is not None and before.setting != node.setting:
+                modes = modes[:1]
             model = CurveModel(data, node.law, shape, noise, transient_steps)
+            # Asymptotes are equally spaced: the last two modes point to the next one.
+            start = 2 * modes[-1] - modes[-2] if len(modes) > 1 else modes[-1] if modes else None
             z, root, evidence = _maximise(model, start)
             fitted.append((model, node, z, root, evidence + node.log_weight))
-            start = z
+            modes.append(z)
     observed = len(np.unique(data.run))
     weights = _node_weights(fitted, observed / len(data.loss))
     total = {

@@ -1,5 +1,6 @@
 """Evaluation curves of rungs on the common grid of 5 % marks."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,15 @@ class TargetPlan:
             tokens_per_active_param=rung.tokens_per_active_param,
             lr_capped=rung.lr_capped,
             beta2_guard=rung.beta2_guard,
+        )
+
+    def until(self, steps: int) -> "TargetPlan":
+        """This target with another horizon; its ratio stays the one that it was planned with."""
+        return dataclasses.replace(
+            self,
+            steps=steps,
+            tokens=steps * self.tokens_per_step,
+            flops=self.flops * steps / self.steps,
         )
 
     def record(self) -> dict[str, Any]:

@@ -130,11 +130,9 @@ def _update_function(table: GroupTable, settings: OptimizerSettings) -> Callable
             & jnp.isfinite(norms["norm/gradient/global"])
             & jnp.all(jnp.isfinite(aux.new_beta))
         )
-        params, opt = optimize(grads, state.opt, state.params, rates)
-        new = TrainState(params=params, opt=opt, beta=aux.new_beta)
-        kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
-        # Of what is kept: the norms of what is not would store a second copy of the parameters.
-        norms |= parameter_norms(state.params, kept.params, table)
+        params, opt = optimize(grads, state.opt, state.params, rates, accepted=finite)
+        kept = TrainState(params, opt, jnp.where(finite, aux.new_beta, state.beta))
+        norms |= parameter_norms(state.params, params, table)
         metrics = {
             "finite": finite,
             "train/loss": loss,

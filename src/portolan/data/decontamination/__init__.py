@@ -1,0 +1,1 @@
+"""Decontamination: test items that stand in training text, found by 13-token windows."""

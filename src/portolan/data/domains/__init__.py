@@ -1,0 +1,1 @@
+"""Domains: fine clusters of documents, made coarse, with names, and the attribute `domain`."""

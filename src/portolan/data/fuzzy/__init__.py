@@ -1,0 +1,1 @@
+"""Near-duplicates: MinHash proposes groups, exact containment decides, evidence remains."""

@@ -1,0 +1,1 @@
+"""Search for a mixture over the results of small runs: objective, surrogate, candidates."""
