@@ -1,4 +1,4 @@
-"""One Ray in processes of this machine, for all tests that need it."""
+"""A Ray in processes of this machine, and the toy pipeline's result in this process."""
 
 import os
 import tempfile
@@ -12,9 +12,9 @@ from portolan.data.engine import Engine
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def ray_cluster():
-    """Ray with 2 CPUs and a small object store, stopped at the end of the session."""
+    """Ray with 2 CPUs and a small object store, stopped when the test ends."""
     import ray
 
     with (

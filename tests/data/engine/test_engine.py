@@ -83,6 +83,8 @@ def test_equal_bytes_for_any_workers_and_memory(expected, tmp_path, workers, tas
     assert toy.tree(tmp_path) == expected[1]
 
 
+# Ray forks to start its processes; JAX, which other tests have imported, warns of that.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_equal_bytes_on_ray(expected, tmp_path, ray_cluster):
     with Engine(RayExecutor(), task_bytes=1 << 16) as engine:
         toy.run_toy(engine, tmp_path)
