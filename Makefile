@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PROJECT ?= demo
 STAMP := $(VENV)/.installed
 # At most four workers: each may need 4 GB.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadgroup
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadscope
 
 .PHONY: setup setup-test-tools demo test test-slow lint bench docs clean
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -11,7 +12,7 @@ import pytest
 NEEDS_GPU = "needs a GPU"
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROGRAMS = pytest.StashKey[str]()
-LONG_FIXTURES = ("finished",)
+ONE_WORKER = "tests/pipeline/"
 
 # No property is about time, and a failure in CI must come again on the next try.
 hypothesis.settings.register_profile("portolan", deadline=None, derandomize="CI" in os.environ)
@@ -34,13 +35,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist keep a file on one worker, and all users of a long fixture on the same one."""
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        shared = next((name for name in LONG_FIXTURES if name in fixtures), None)
-        item.add_marker(pytest.mark.xdist_group(shared or str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file on one worker, and so the folder whose tests share a finished project."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return ONE_WORKER if path.startswith(ONE_WORKER) else path
+
+    return FileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from portolan.train.checkpoint import CheckpointStore
 
 FLAGS = (
     "--set", "ladder.widths=[48]", "--set", "ladder.seeds={48=1}",
-    "--set", "budget.tokens_per_active_param=8",
+    "--set", "budget.tokens_per_active_param=8", "--set", "mixture.max_epochs=20",
 )  # fmt: skip
 REASON = ("--reason", "a test")
 

@@ -112,9 +112,9 @@ def test_curation_stopped_by_a_limit_on_file_sizes(finished, tmp_path):
     )
     check_refusal(Result(done.returncode, done.stdout, done.stderr), "File too large")
     assert not (project / "corpus" / "summary.json").exists()
-    assert not list(project.rglob("*.partial"))
     again = run_command("-C", project, "curate")
     assert (again.code, again.err) == (0, "")
+    assert not list(project.rglob("*.partial")), "what had been done was taken over"
     assert token_files(project) == token_files(finished.root)
 
 

@@ -143,32 +143,24 @@ def test_project_page_leaves_the_runs_out_and_links_to_the_page(facts, project_a
 
 
 @pytest.mark.browser
-def test_page_is_drawn_silent_and_inert(facts, tmp_path):
-    from playwright.sync_api import sync_playwright
-
+def test_page_is_drawn_silent_and_inert(browser, facts, tmp_path):
     facts["widths"][0]["arms"][0] |= {"change": HOSTILE, "arm": HOSTILE}
     page_path = build(tmp_path, facts)
-    names = ("chromium", "chromium-browser", "google-chrome")
-    executable = next(filter(None, map(shutil.which, names)), None)
     faults: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=executable, args=["--no-sandbox", "--disable-gpu"]
-        )
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.on("console", lambda message: faults.append(message.text))
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.goto(page_path.as_uri())
-        command = "portolan ablate --widths 32 --seeds 2 --arms"
-        assert command in page.text_content("#repeat")
-        page.wait_for_function("document.documentElement.dataset.charts === 'drawn'")
-        assert page.evaluate("window.hacked === undefined")
-        for viewport in ({"width": 1280, "height": 900}, {"width": 390, "height": 844}):
-            page.set_viewport_size(viewport)
-            page.wait_for_timeout(250)
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-        for budget in ("tokens", "flops"):
-            marks = page.locator(f"#chart-effects-{budget}-32 .mark-symbol path")
-            assert marks.count() == 4
-        browser.close()
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.on("console", lambda message: faults.append(message.text))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto(page_path.as_uri())
+    command = "portolan ablate --widths 32 --seeds 2 --arms"
+    assert command in page.text_content("#repeat")
+    page.locator("html[data-charts=drawn]").wait_for(state="attached")
+    assert page.evaluate("window.hacked === undefined")
+    for viewport in ({"width": 1280, "height": 900}, {"width": 390, "height": 844}):
+        page.set_viewport_size(viewport)
+        page.wait_for_timeout(250)
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    for budget in ("tokens", "flops"):
+        marks = page.locator(f"#chart-effects-{budget}-32 .mark-symbol path")
+        assert marks.count() == 4
+    page.close()
     assert faults == []

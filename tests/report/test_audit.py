@@ -1,7 +1,6 @@
 """The page of a reconciliation: complete, offline, inert to hostile text, usable on a phone."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +60,16 @@ def test_hostile_text_is_shown_not_run(tmp_path):
     assert "Cross-checks" not in page, "too few figures for any formula"
 
 
-BROWSER = ("chromium", "chromium-browser", "google-chrome")
-
-
 @pytest.fixture(scope="module")
-def opened(page: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from playwright.sync_api import sync_playwright
-
+def opened(page: str, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("audit") / "audit.html"
     path.write_text(page)
-    found = (shutil.which(name) for name in BROWSER)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=next((place for place in found if place), None),
-            args=["--no-sandbox", "--disable-gpu", "--no-first-run"],
-        )
-        tab = browser.new_context(viewport={"width": 390, "height": 844}).new_page()
-        tab.faults = []
-        tab.on("console", lambda message: tab.faults.append(message.text))
-        tab.goto(path.as_uri())
-        yield tab
-        browser.close()
+    tab = browser.new_context(viewport={"width": 390, "height": 844}).new_page()
+    tab.faults = []
+    tab.on("console", lambda message: tab.faults.append(message.text))
+    tab.goto(path.as_uri())
+    yield tab
+    tab.context.close()
 
 
 @pytest.mark.browser

@@ -9,7 +9,7 @@ from portolan.report.palette import DARK, LIGHT
 
 pytestmark = pytest.mark.browser
 
-DRAWN = "document.documentElement.dataset.charts === 'drawn' || !document.getElementById('charts')"
+DRAWN = "html[data-charts=drawn], html:not(:has(#charts))"
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 STAGES = ("empty", "corpus", "ladder", "registered", "running", "finished")
 CHART_REPORT = """
@@ -47,7 +47,7 @@ class Visit:
             self.faults.append(f"request: {request.url}")
 
     def drawn(self) -> "Visit":
-        self.page.wait_for_function(DRAWN, timeout=60_000)
+        self.page.locator(DRAWN).wait_for(state="attached", timeout=60_000)
         return self
 
     def overflow(self) -> float:

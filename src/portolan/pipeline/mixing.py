@@ -62,12 +62,18 @@ def phase_counts(
     Without weights every cell that a run can read and the cap allows has a count of at least 1.
     """
     if not weights:
-        limits = count_limits(
-            tokens,
-            lattice,
-            budget_tokens=reference_tokens(recipe),
-            cap_epochs=recipe.mixture.max_epochs,
+        budget, cap, total = (
+            reference_tokens(recipe),
+            recipe.mixture.max_epochs,
+            sum(tokens.values()),
         )
+        if budget > cap * total:
+            raise UsageError(
+                f"the target reads {budget:,} tokens, {budget / total:.1f} epochs of the {total:,} "
+                f"in the store; mixture.max_epochs is {cap:g}",
+                remedy="curate more text, raise mixture.max_epochs or lower the budget",
+            )
+        limits = count_limits(tokens, lattice, budget_tokens=budget, cap_epochs=cap)
         readable = readable_tokens(recipe, tokens)
         return proportional_counts(readable, lattice, limits=limits, at_least_one=True)
     if unknown := sorted(set(weights) - set(tokens)):

@@ -111,7 +111,7 @@ class TargetPlan:
             self,
             steps=steps,
             tokens=steps * self.tokens_per_step,
-            flops=self.flops * steps / self.steps,
+            flops=round(self.flops * steps / self.steps),
         )
 
     def record(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from portolan.report.data_map.review import read_labels
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 PAGES = ("index", "domains", "pairs", "decontamination", "mixture", "provenance", "stages")
-DRAWN = "document.documentElement.dataset.charts === 'drawn' || !document.getElementById('charts')"
+DRAWN = "html[data-charts=drawn], html:not(:has(#charts))"
 OVERFLOW = "document.documentElement.scrollWidth - innerWidth"
 
 
@@ -32,7 +32,7 @@ class Visit:
         self.page.on("request", self._request)
         self.page.on("dialog", lambda dialog: self.faults.append("dialog"))
         self.page.goto(path.as_uri())
-        self.page.wait_for_function(DRAWN, timeout=60_000)
+        self.page.locator(DRAWN).wait_for(state="attached", timeout=60_000)
 
     def _request(self, request: Any) -> None:
         if not request.url.startswith(("file:", "data:", "blob:")):
@@ -213,17 +213,14 @@ def test_labels_are_exported_read_and_imported_again(browser, map_folder, data_m
         page = visit.page
         assert page.text_content("#progress").startswith("0 of 48 judged")
         page.set_input_files("#import-file", path)
-        page.wait_for_function(
-            "document.getElementById('progress').textContent.startsWith('3 of 48')"
-        )
+        page.locator("#progress").filter(has_text="3 of 48").wait_for()
         assert "3 of 3 rows" in page.text_content("#progress")
         page.reload()
-        assert page.text_content("#progress").startswith("3 of 48 judged"), "kept in this browser"
+        # Kept in this browser.
+        page.locator("#progress").filter(has_text="3 of 48 judged").wait_for()
         (tmp_path / "broken.json").write_text("{")
         page.set_input_files("#import-file", tmp_path / "broken.json")
-        page.wait_for_function(
-            "document.getElementById('progress').textContent.includes('not a file')"
-        )
+        page.locator("#progress").filter(has_text="not a file").wait_for()
         assert visit.faults == []
 
 
@@ -251,9 +248,7 @@ def test_mixtures_are_compared_also_with_a_file_from_disk(browser, map_folder, d
         other = {**second, "store_digest": "7" * 64}
         (tmp_path / "other.json").write_text(json.dumps(other))
         page.set_input_files("#import-file", tmp_path / "other.json")
-        page.wait_for_function(
-            "document.getElementById('heard').textContent.includes('different stores')"
-        )
+        page.locator("#heard").filter(has_text="different stores").wait_for()
         assert "minus tilted (other.json)" in page.text_content("#weights-table caption")
         assert visit.faults == []
 
