@@ -252,9 +252,9 @@ def _pin(
         for key, part in parts.items()
     }
     write_json_atomic(corpus / FITS / PIN, {**_pin_settings(settings), "sources": pinned})
-    current = {part.folder for part in parts.values()}
+    current = {part.folder.name for part in parts.values()}
     for folder in (corpus / FITS).glob("sample~*_*"):
-        if folder not in current:
+        if folder.name not in current:
             shutil.rmtree(folder, ignore_errors=True)
 
 
