@@ -1,5 +1,7 @@
 """The pinned sample and the attribute made with it."""
 
+from pathlib import Path
+
 import pytest
 from tests.data.normalized import rows_of, write_source, write_sources
 from tests.data.topics import topic_texts
@@ -59,6 +61,12 @@ def test_the_sample_is_the_smallest_ranks_whatever_the_shards(tmp_path, texts, m
     ranks = dict(zip(everything, ranks_of(everything, SETTINGS.seed, "a"), strict=True))
     of_a = [row["id"] for row in rows_of(Dataset.open(shuffled[1].folder))]
     assert set(ids_of(one)["a"]) == set(sorted(of_a, key=ranks.__getitem__)[:17])
+
+
+def test_a_relative_folder_keeps_its_fresh_sample(tmp_path, texts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sample = draw_sample(Engine(), write_sources(Path("p"), texts), [], SETTINGS, Path("p"))
+    assert sorted(ids_of(sample)) == ["a", "a/b"]
 
 
 def test_removed_documents_are_not_sampled(tmp_path, texts):
