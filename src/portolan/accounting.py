@@ -378,6 +378,22 @@ def utilisation(
     return Utilisation(value, convention, device, peak)
 
 
+def routed_flops_per_token(config: ModelConfig) -> int:
+    """Forward FLOPs of one token in its routed experts, all layers."""
+    return config.num_layers * 2 * _expert_matrices(config, config.experts_per_token)
+
+
+def without_dropped_rows(mfu: float, config: ModelConfig, drop_fraction: float) -> float:
+    """A utilisation less what was credited for rows that no expert saw (parallel.md 9)."""
+    share = routed_flops_per_token(config) / float(forward_flops_per_token(config))
+    return mfu * (1 - share * drop_fraction)
+
+
+def newton_schulz_flops(rows: int, columns: int, num_steps: int = 5) -> int:
+    """FLOPs of one matrix: per step X X^T, its square and a product with X; rows <= columns."""
+    return num_steps * 2 * rows * rows * (2 * columns + rows)
+
+
 CPU_LOGITS_ENTRIES = 2 * 1024**2
 ACCELERATOR_LOGITS_ENTRIES = 256 * 1024**2
 LOGITS_COPIES = 4
@@ -413,7 +429,7 @@ class MemoryBytes:
         return state + max(self.gradient_temporaries, self.optimizer)
 
 
-def _saved_bytes_per_token(config: ModelConfig, remat: Remat, value_bytes: int) -> float:
+def saved_bytes_per_token(config: ModelConfig, remat: Remat, value_bytes: int) -> float:
     """Bytes that the forward pass of one layer leaves for the backward pass."""
     heads, head_dim = config.num_heads, config.head_dim
     values = config.width
@@ -462,7 +478,7 @@ def memory_bytes(
     value_bytes = FLOAT32_BYTES // 2 if on_accelerator else FLOAT32_BYTES
     entries = ACCELERATOR_LOGITS_ENTRIES if on_accelerator else CPU_LOGITS_ENTRIES
     block_tokens = min(tokens, max(1, entries // config.vocab_size))
-    per_token = _saved_bytes_per_token(config, remat, value_bytes)
+    per_token = saved_bytes_per_token(config, remat, value_bytes)
     return MemoryBytes(
         parameters=state.parameters,
         optimizer=state.optimizer,

@@ -39,3 +39,9 @@ class TrainingDiverged(PortolanError):
     """The loss or a gradient norm is not finite (exit code 7)."""
 
     exit_code = 7
+
+
+class PeerLost(PortolanError):
+    """Another process of the same run is gone (exit code 13)."""
+
+    exit_code = 13

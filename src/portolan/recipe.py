@@ -26,6 +26,7 @@ from portolan.curation_settings import (
     QualitySettings,
 )
 from portolan.errors import UsageError
+from portolan.parallel_settings import ParallelSettings
 from portolan.settings import Fraction, PositiveInt, Settings
 from portolan.shapes import ModelConfig, Remat, ShapeError, derive_shape
 from portolan.source_settings import LICENSE_CLASSES, LicenseClass, SourceSettings
@@ -101,12 +102,14 @@ class TrainSettings(Settings):
     """How a run is executed and saved.
 
     `remat` is what the backward pass computes again to save memory: with `none` only what costs
-    little, with `experts` the products of the routed experts too, with `layer` whole layers.
+    little, with `experts` the products of the routed experts too, with `layer` whole layers, of
+    which `offload_carries` keeps what each of them read in the host's memory.
     """
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     z_weight: Annotated[float, Field(ge=0)] = 1e-4
     remat: Remat = "none"
+    offload_carries: bool = False
     norm_interval_steps: PositiveInt = 10
     temporary_checkpoint_seconds: Annotated[float, Field(gt=0)] = 900.0
     permanent_checkpoint_steps: PositiveInt | None = None
@@ -213,6 +216,7 @@ class Recipe(Settings):
     ladder: LadderSettings
     optimizer: OptimizerSettings
     train: TrainSettings = TrainSettings()
+    parallel: ParallelSettings = ParallelSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     forecast: ForecastSettings = ForecastSettings()
     health: HealthSettings = HealthSettings()
@@ -243,6 +247,9 @@ class Recipe(Settings):
             yield f"model.{key}", problem, remedy
         for key, problem, remedy in self.data.contradictions():
             yield f"data.{key}", problem, remedy
+        if self.train.offload_carries and self.train.remat != "layer":
+            problem = f"train.remat = {self.train.remat!r} keeps more than what layers read"
+            yield "train.offload_carries", problem, 'set train.remat = "layer", or leave it out'
         if self.optimizer.gated_norm != "muonh" and not self.model.norm.gated:
             problem = "model.norm.gated = false leaves no such matrix"
             yield "optimizer.gated_norm", problem, "leave it out"

@@ -10,7 +10,7 @@ from tests.pipeline.tools import Running, read_tree, run_command
 from portolan.record.journal import Journal
 from portolan.track.tracker import metrics_digest
 from portolan.train.checkpoint import CheckpointStore
-from portolan.train.loop import exclusive
+from portolan.train.process import exclusive
 
 SMALLEST_RUNG = ("--set", "ladder.widths=[48]", "--set", "ladder.seeds={48=1}")
 

@@ -17,7 +17,8 @@ from portolan.model import transformer
 from portolan.optim.schedule import HorizonEvent
 from portolan.track.tracker import metrics_digest, read_metrics
 from portolan.train.checkpoint import CheckpointStore
-from portolan.train.loop import Outcome, TrainingLoop
+from portolan.train.interface import Outcome
+from portolan.train.loop import TrainingLoop
 from portolan.train.state import RunSettings, Stage
 
 SWITCH = 12

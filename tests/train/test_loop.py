@@ -21,7 +21,9 @@ from portolan.shapes import derive_shape
 from portolan.track.tracker import metrics_digest, read_metrics
 from portolan.train import loop as loop_module
 from portolan.train.checkpoint import CheckpointStore
-from portolan.train.loop import Outcome, TrainingLoop, exclusive
+from portolan.train.interface import Outcome
+from portolan.train.loop import TrainingLoop
+from portolan.train.process import exclusive
 from portolan.train.state import RunSettings, group_table
 from portolan.train.step import make_train_step
 

@@ -1,5 +1,6 @@
 """The verbs that ask what a component is worth, and those that change a run while it goes on."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -122,15 +123,19 @@ def change_mixture(
     reason: ReasonOption,
     weight: Annotated[
         list[str] | None,
-        typer.Option(metavar="DOMAIN=WEIGHT", help="Repeat; default: proportional to tokens."),
+        typer.Option(metavar="CELL=WEIGHT", help="Repeat; default: proportional to tokens."),
     ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Mixture file with the weights, instead of --weight.")
+    ] = None,
+    phase: Annotated[str, typer.Option(help="Phase of that file; default: its last.")] = "",
     name: Annotated[str, typer.Option(help="Name of the phase.")] = "",
     from_step: FromStepOption = None,
     run_id: RunOption = "",
     dry_run: DryRunOption = False,
     overrides: SetOption = None,
 ) -> None:
-    """Other weights of the domains. Example: portolan -C my-run change mixture
+    """Other weights of the cells. Example: portolan -C my-run change mixture
     --weight stdlib-sources=0.7 --weight manual-topics=0.3 --reason "more code at the end"
     """
     from portolan.pipeline import changes
@@ -139,6 +144,8 @@ def change_mixture(
         open_project_of(context, overrides),
         run_id,
         weights=changes.parse_weights(weight or []),
+        file=file,
+        phase=phase,
         name=name,
         from_step=from_step,
         reason=reason,

@@ -1,7 +1,7 @@
 """The verbs that do the work of a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -31,15 +31,59 @@ def plan(
         str, typer.Option(help="Plan a recipe by name or file instead of the project's.")
     ] = "",
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices, for a mesh whose `data` is -1.")
+    ] = None,
+    machine: Annotated[
+        str, typer.Option(help="gb200-nvl72, h100-node, h200-node, tpu-v5p, this-cpu or a .toml.")
+    ] = "",
+    master: Annotated[
+        str, typer.Option(help="Where the state lives: resident, device or host_master.")
+    ] = "resident",
+    mfu: Annotated[
+        float | None, typer.Option(help="Utilisation to reckon days with, such as 0.25.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Plan what does not fit the machine's memory.")
+    ] = False,
+    compile_: Annotated[
+        bool,
+        typer.Option("--compile", help="Only compile the step for the mesh, beside the plan."),
+    ] = False,
+    drops: Annotated[
+        bool, typer.Option("--drops", help="Only predict how many routed rows would be dropped.")
+    ] = False,
+    skew: Annotated[
+        float | None,
+        typer.Option(help="Spread of log popularity of experts; else of a finished run, or 0.1."),
+    ] = None,
+    sender_skew: Annotated[
+        float | None, typer.Option(help="Spread from device to device; 0.2 if not given.")
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """What it will cost, without training. Example: portolan plan --recipe marin-535b"""
-    from portolan.pipeline.plan import print_plan
-    from portolan.project import RECIPE_FILE
+    from portolan.pipeline.plan import plan_width, print_plan
+    from portolan.pipeline.plan_drops import DropOptions, print_drops
+    from portolan.pipeline.plan_mesh import MeshOptions
+    from portolan.project import RECIPE_FILE, Project
     from portolan.recipe import find_recipe, load_recipe
 
     path = find_recipe(recipe) if recipe else context.obj.root / RECIPE_FILE
-    print_plan(load_recipe(path, tuple(overrides or ())), as_json=json_)
+    chosen = load_recipe(path, tuple(overrides or ()))
+    if drops:
+        target = plan_width(chosen, chosen.model.width)
+        runs = None if recipe else Project(context.obj.root, chosen).runs
+        options = DropOptions(skew, sender_skew)
+        print_drops(chosen, target, devices, runs, options, as_json=json_)
+        return
+    if compile_:
+        from portolan.pipeline.plan_compile import plan_compiled
+
+        plan_compiled(chosen, devices, as_json=json_)
+        return
+    options = MeshOptions(devices, machine, cast(Any, master), mfu, force)
+    print_plan(chosen, options, as_json=json_)
 
 
 @app.command()
@@ -81,12 +125,37 @@ def curate(
     stages.curate(open_project_of(context, overrides), place, refit=refit)
 
 
+MeshOption = Annotated[
+    str,
+    typer.Option(help="Devices by axis, expert=4,data=2; without it the recipe's."),
+]
+CoordinatorOption = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Where process 0 of several can be reached.")
+]
+ProcessesOption = Annotated[int | None, typer.Option(min=1, help="Processes of this run.")]
+ProcessOption = Annotated[int | None, typer.Option(min=0, help="Which of them this one is.")]
+DistributedOption = Annotated[
+    bool,
+    typer.Option("--distributed", help="Read the processes from Slurm, MPI or Kubernetes."),
+]
+
+
 @app.command()
-def ladder(context: typer.Context, overrides: SetOption = None) -> None:
+def ladder(
+    context: typer.Context,
+    mesh: MeshOption = "",
+    coordinator: CoordinatorOption = "",
+    num_processes: ProcessesOption = None,
+    process_id: ProcessOption = None,
+    distributed: DistributedOption = False,
+    overrides: SetOption = None,
+) -> None:
     """Train the rungs that are not finished. Example: portolan -C my-run ladder"""
     from portolan.pipeline import stages
+    from portolan.pipeline.machine import Machine
 
-    stages.train_rungs(open_project_of(context, overrides))
+    machine = Machine(mesh, coordinator, num_processes, process_id, distributed)
+    stages.train_rungs(open_project_of(context, overrides), machine)
 
 
 @app.command()
@@ -107,11 +176,25 @@ def register(
 
 
 @app.command()
-def train(context: typer.Context, overrides: SetOption = None) -> None:
-    """Train the target, resuming where it stopped. Example: portolan -C my-run train"""
-    from portolan.pipeline import stages
+def train(
+    context: typer.Context,
+    mesh: MeshOption = "",
+    coordinator: CoordinatorOption = "",
+    num_processes: ProcessesOption = None,
+    process_id: ProcessOption = None,
+    distributed: DistributedOption = False,
+    overrides: SetOption = None,
+) -> None:
+    """Train the target, resuming where it stopped. Example: portolan -C my-run train --mesh data=2
 
-    stages.train_target(open_project_of(context, overrides))
+    Several processes train one run when each is started with --coordinator, --num-processes and its
+    own --process-id, or with --distributed under a scheduler.
+    """
+    from portolan.pipeline import stages
+    from portolan.pipeline.machine import Machine
+
+    machine = Machine(mesh, coordinator, num_processes, process_id, distributed)
+    stages.train_target(open_project_of(context, overrides), machine)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from portolan.data.order import (
 from portolan.data.store import TokenStore
 from portolan.errors import UsageError
 
+ALL_ROWS = slice(0, None)
 DEFAULT_PREFETCH_BATCHES = 64
 DEFAULT_PREFETCH_THREADS = 1
 
@@ -116,21 +117,21 @@ class Loader:
         """Cells, epochs and sequences of global sequence indices int64[n]."""
         return self.order.locate_many(indices)
 
-    def _rows(self, step: int, host: int, num_hosts: int) -> Locations:
+    def _rows(self, step: int, rows: slice = ALL_ROWS) -> Locations:
         batch = self.order.batch_sequences(step)
-        if batch % num_hosts or not 0 <= host < num_hosts:
+        stop = batch if rows.stop is None else rows.stop
+        if not 0 <= rows.start < stop <= batch:
             raise UsageError(
-                f"host {host} of {num_hosts} cannot share a batch of {batch} sequences",
-                remedy="the number of hosts must divide the batch",
+                f"rows {rows.start} to {stop} are not in a batch of {batch} sequences",
+                remedy="the devices of a batch must divide its sequences",
             )
-        share = batch // num_hosts
-        start = self.order.first_index(step) + host * share
-        return self.order.locate_many(np.arange(start, start + share, dtype=np.int64))
+        first = self.order.first_index(step)
+        return self.order.locate_many(np.arange(first + rows.start, first + stop, dtype=np.int64))
 
-    def batch(self, step: int, host: int = 0, num_hosts: int = 1) -> TokenBatch:
-        """Rows [host * B / H, (host + 1) * B / H) of the batch of a step."""
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> TokenBatch:
+        """The batch of a step, or the rows of it that a host needs."""
         length = self.order.geometry_at(step).sequence_length
-        found = self._rows(step, host, num_hosts)
+        found = self._rows(step, rows)
         tokens = np.empty((len(found.cells), length), np.int32)
         segments = np.empty_like(tokens)
         for row, (cell, sequence) in enumerate(zip(found.cells, found.sequences, strict=True)):
@@ -142,19 +143,18 @@ class Loader:
         start: int,
         stop: int,
         *,
-        host: int = 0,
-        num_hosts: int = 1,
+        rows: slice = ALL_ROWS,
         buffer: int = DEFAULT_PREFETCH_BATCHES,
     ) -> Iterator[tuple[int, TokenBatch]]:
-        """(step, batch) for start <= step < stop, read ahead in a thread."""
-        return prefetch(self, start, stop, buffer, host=host, num_hosts=num_hosts)
+        """(step, batch or its rows) for start <= step < stop, read ahead in a thread."""
+        return prefetch(self, start, stop, buffer, rows=rows)
 
     def show_batch(self, step: int) -> list[BatchRow]:
         """The documents behind every row of the batch of a step."""
         length = self.order.geometry_at(step).sequence_length
         rows = []
         for row, (cell, epoch, sequence) in enumerate(
-            zip(*(values.tolist() for values in self._rows(step, 0, 1)), strict=True)
+            zip(*(values.tolist() for values in self._rows(step)), strict=True)
         ):
             spans = self._cells[cell].documents(sequence * length, (sequence + 1) * length)
             documents = [
@@ -172,7 +172,7 @@ class Loader:
         length = self.order.geometry_at(step).sequence_length
         digest = hashlib.sha256(f"{self.store.digest}:{length}\n".encode())
         for cell, epoch, sequence in zip(
-            *(values.tolist() for values in self._rows(step, 0, 1)), strict=True
+            *(values.tolist() for values in self._rows(step)), strict=True
         ):
             digest.update(f"{self._cells[cell].name}:{epoch}:{sequence}\n".encode())
         return digest.hexdigest()
@@ -181,18 +181,16 @@ class Loader:
 class StepSource:
     """Batches of consecutive steps with random access, the form that grain reads from."""
 
-    def __init__(
-        self, loader: Loader, start: int, stop: int, *, host: int = 0, num_hosts: int = 1
-    ) -> None:
+    def __init__(self, loader: Loader, start: int, stop: int, *, rows: slice = ALL_ROWS) -> None:
         self.loader, self.start, self.stop = loader, start, stop
-        self.host, self.num_hosts = host, num_hosts
+        self.rows = rows
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start)
 
     def __getitem__(self, index: Any) -> tuple[int, TokenBatch]:
         step = self.start + int(index)
-        return step, self.loader.batch(step, self.host, self.num_hosts)
+        return step, self.loader.batch(step, self.rows)
 
 
 def prefetch(
@@ -201,17 +199,17 @@ def prefetch(
     end_step: int,
     buffer: int = DEFAULT_PREFETCH_BATCHES,
     *,
-    host: int = 0,
-    num_hosts: int = 1,
+    rows: slice = ALL_ROWS,
     num_threads: int = DEFAULT_PREFETCH_THREADS,
 ) -> Iterator[tuple[int, TokenBatch]]:
     """Yield (step, batch) in order while grain reads up to `buffer` batches ahead in threads.
 
     Args:
         buffer: batches ahead; 0 reads in the calling thread.
+        rows: those of each batch that are read.
         num_threads: readers; the order of the batches does not depend on it.
     """
-    source = StepSource(loader, start_step, end_step, host=host, num_hosts=num_hosts)
+    source = StepSource(loader, start_step, end_step, rows=rows)
     if buffer < 1 or len(source) < 2:
         yield from (source[index] for index in range(len(source)))
         return

@@ -5,9 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from portolan.data.loss_metrics import summarize_losses
 from portolan.model import transformer
+from portolan.parallel.sharding import REPLICATED
+from portolan.parallel.spread import Spread
 from portolan.shapes import ModelConfig
 
 METRIC_PREFIX = "eval_dropless/heldout"
@@ -15,16 +18,16 @@ NUM_KEPT_PROGRAMS = 8
 
 
 @functools.lru_cache(NUM_KEPT_PROGRAMS)
-def _loss_program(config: ModelConfig, compute_dtype: np.dtype) -> Any:
+def _loss_program(config: ModelConfig, compute_dtype: np.dtype, spread: Spread | None) -> Any:
     """The jitted losses of a shape; evaluators of one shape share its compiled form."""
-
-    def losses(params: Any, beta: jax.Array, tokens: jax.Array, segments: jax.Array):
-        return transformer.token_losses(
-            params, beta, tokens, segments, config, compute_dtype=compute_dtype
-        )
-
     options = transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
-    return jax.jit(losses, compiler_options=options)
+    settings: dict[str, Any] = {"compute_dtype": compute_dtype}
+    if spread is None:
+        losses = functools.partial(transformer.token_losses, config=config, **settings)
+        return jax.jit(losses, compiler_options=options)
+    everywhere = NamedSharding(spread.mesh, REPLICATED)
+    losses = spread.token_losses(**settings)
+    return jax.jit(losses, compiler_options=options, out_shardings=everywhere)
 
 
 class HeldOutEvaluator:
@@ -36,6 +39,7 @@ class HeldOutEvaluator:
         batch_sequences: rows a call of the model sees; the last batch is padded with rows whose
             weights are 0, so that one compiled program serves all.
         prefix: of the metric keys; another packing is another metric.
+        devices: a mesh that shares the rows; the batch grows to a multiple of its parts.
     """
 
     def __init__(
@@ -46,12 +50,17 @@ class HeldOutEvaluator:
         batch_sequences: int,
         compute_dtype: Any,
         prefix: str = METRIC_PREFIX,
+        devices: Any = None,
     ) -> None:
         self.evaluation_set = evaluation_set
-        self.batch_sequences = batch_sequences
+        parts = devices.num_row_shards if devices else 1
+        self.batch_sequences = -(-batch_sequences // parts) * parts
         self.compute_dtype = compute_dtype
         self.prefix = prefix
-        self._losses = _loss_program(config, np.dtype(compute_dtype))
+        self.devices = devices
+        spread = devices and devices.spread(config, self.batch_sequences)
+        spread = spread and spread.without_drops()
+        self._losses = _loss_program(config, np.dtype(compute_dtype), spread)
 
     def with_model(self, config: ModelConfig) -> "HeldOutEvaluator":
         """The same metric of a model of another shape: a context stage changes its multiplier."""
@@ -61,12 +70,14 @@ class HeldOutEvaluator:
             batch_sequences=self.batch_sequences,
             compute_dtype=self.compute_dtype,
             prefix=self.prefix,
+            devices=self.devices,
         )
 
     def lower(self, params: Any, beta: jax.Array) -> Any:
         """The program of one batch, traced but not compiled."""
         shape = (self.batch_sequences, self.evaluation_set.sequence_length)
-        rows = np.zeros(shape, np.int32)
+        rows: Any = np.zeros(shape, np.int32)
+        rows = self.devices.put_rows(rows) if self.devices else rows
         return self._losses.lower(params, beta, rows, rows)
 
     def __call__(self, params: Any, beta: jax.Array) -> dict[str, float]:
@@ -96,10 +107,8 @@ class HeldOutEvaluator:
     ) -> np.ndarray:
         """Losses float64 [rows, S]; short batches are padded to the compiled size."""
         padding = ((0, self.batch_sequences - len(tokens)), (0, 0))
-        losses = self._losses(
-            params,
-            beta,
-            np.pad(tokens, padding),
-            np.pad(segments, padding, constant_values=-1),
-        )
+        rows = np.pad(tokens, padding), np.pad(segments, padding, constant_values=-1)
+        if self.devices:
+            rows = tuple(self.devices.put_rows(part) for part in rows)
+        losses = self._losses(params, beta, *rows)
         return np.asarray(losses, np.float64)[: len(tokens)]

@@ -32,6 +32,11 @@ class Context(NamedTuple):
     cos_SH: jax.Array
     sin_SH: jax.Array
 
+    @property
+    def num_positions(self) -> int:
+        """Positions of a row."""
+        return self.segments_BS.shape[1]
+
     def convolve(self, x_TC: jax.Array, taps_WC: jax.Array, site: str) -> jax.Array:
         """Short convolution at a site (`k`, `v`, `attn`, `mlp`) of a layer."""
         del site
@@ -125,7 +130,7 @@ def attend(
     q = rms_normalise(q.reshape(batch, length, heads, size), HEAD_NORM_EPSILON)
     q = rotate(q, cos, sin).reshape(batch, length, kv, heads // kv, size)
     k = rotate(rms_normalise(k, HEAD_NORM_EPSILON), cos, sin)
-    window = jnp.where(is_global, length, config.window)
+    window = jnp.where(is_global, context.num_positions, config.window)
     scale = config.qk_multiplier / size**0.5
     y = context.mix(q, k, v, window, scale)
     if config.exclusive_attention:

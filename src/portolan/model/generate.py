@@ -53,6 +53,7 @@ class Recall:
         self.num_slots = to.capacity if is_global else min(config.window, to.capacity)
         self.segments_BS = jnp.zeros((begin_B.size, 1), jnp.int32)
         self.cos_SH, self.sin_SH = rotary_at(position[None], config, wide(to.compute_dtype))
+        self.num_positions = to.capacity
 
     def convolve(self, x_BC: jax.Array, taps_WC: jax.Array, site: str) -> jax.Array:
         """Short convolution with the inputs that the site remembers, newest first."""

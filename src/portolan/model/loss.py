@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from portolan.model.norms import wide
+from portolan.model.totals import ALL_TOKENS, Totals
 
 CPU_BLOCK_ENTRIES = 2 * 1024**2
 """Logits of a block: 8 MB of float32 stay in the cache of a CPU."""
 BLOCK_ENTRIES = 256 * 1024**2
 """On an accelerator a block is as large as its memory allows: 1 GiB of float32."""
+SMALLEST_TOTAL = 1e-30
 
 
 class LossParts(NamedTuple):
@@ -52,14 +54,16 @@ def weighted_loss(
     weights_T: jax.Array,
     z_weight: float,
     block: int | None = None,
+    totals: Totals = ALL_TOKENS,
 ) -> tuple[jax.Array, LossParts]:
     """Sum of w (lse - label logit + z lse^2) over the sum of w, and its parts.
 
     The weights are known before the logits, so the pass that computes the loss computes its
     gradient too: no product is done twice. Labels and weights have no gradient.
     """
-    value_and_parts: Any = _loss(x_TD, head_DV, labels_T, weights_T, z_weight, block)
-    value, parts = value_and_parts
+    total = totals.sum(jnp.sum(weights_T.astype(wide(x_TD.dtype))))
+    value_and_parts: Any = _loss(x_TD, head_DV, labels_T, weights_T, total, z_weight, block)
+    value, parts = jax.tree.map(totals.sum, value_and_parts)
     return value, jax.lax.stop_gradient(parts)
 
 
@@ -103,27 +107,23 @@ def _split(block: int, leaves_T: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]
     return tuple(leaf.reshape(-1, block, *leaf.shape[1:]) for leaf in padded)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _loss(x_TD, head_DV, labels_T, weights_T, z_weight, block):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _loss(x_TD, head_DV, labels_T, weights_T, total, z_weight, block):
     nll, lse = token_losses(x_TD, head_DV, labels_T, block)
-    return _means(nll, lse, weights_T, z_weight)
+    return _means(nll, lse, weights_T, total, z_weight)
 
 
-def _means(nll_T, lse_T, weights_T, z_weight) -> tuple[jax.Array, LossParts]:
+def _means(nll_T, lse_T, weights_T, total, z_weight) -> tuple[jax.Array, LossParts]:
     weights_T = weights_T.astype(nll_T.dtype)
-    total = _total(weights_T)
+    total = jnp.maximum(total, SMALLEST_TOTAL)
     ce = jnp.sum(weights_T * nll_T) / total
     mean_square_lse = jnp.sum(weights_T * lse_T * lse_T) / total
     return ce + z_weight * mean_square_lse, LossParts(ce, mean_square_lse)
 
 
-def _total(weights_T: jax.Array) -> jax.Array:
-    return jnp.maximum(jnp.sum(weights_T), 1e-30)
-
-
-def _loss_forward(x_TD, head_DV, labels_T, weights_T, z_weight, block):
+def _loss_forward(x_TD, head_DV, labels_T, weights_T, total, z_weight, block):
     dtype = wide(x_TD.dtype)
-    share_T = weights_T.astype(dtype) / _total(weights_T.astype(dtype))
+    share_T = weights_T.astype(dtype) / jnp.maximum(total, SMALLEST_TOTAL)
     index_V = jnp.arange(head_DV.shape[1], dtype=labels_T.dtype)
 
     def add_block(dhead_DV, leaves):
@@ -149,7 +149,7 @@ def _loss_forward(x_TD, head_DV, labels_T, weights_T, z_weight, block):
         nll_T, lse_T, dx_TD = (
             leaf.reshape(-1, *leaf.shape[2:])[: x_TD.shape[0]] for leaf in joined
         )
-    out = _means(nll_T, lse_T, weights_T, z_weight)
+    out = _means(nll_T, lse_T, weights_T, total, z_weight)
     return out, (dx_TD, dhead_DV.astype(head_DV.dtype))
 
 
@@ -159,6 +159,7 @@ def _loss_backward(z_weight, block, saved, grads):
     return (
         (grads[0] * dx_TD).astype(dx_TD.dtype),
         (grads[0] * dhead_DV).astype(dhead_DV.dtype),
+        None,
         None,
         None,
     )

@@ -6,12 +6,10 @@ Shapes: T tokens, D width, R latent width, E experts, K experts per token.
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from portolan.model.kernels import choose_experts
 from portolan.model.norms import rms_norm, wide
+from portolan.model.placement import ONE_DEVICE, Placement
 from portolan.model.router import (
-    SAVED_ROUTING,
     RouterMetrics,
     measure,
     rebalance,
@@ -23,13 +21,18 @@ from portolan.shapes import ModelConfig
 
 
 def feed_forward(
-    x_TD: jax.Array, params: Block, beta_E: jax.Array, valid_T: jax.Array, config: ModelConfig
+    x_TD: jax.Array,
+    params: Block,
+    beta_E: jax.Array,
+    valid_T: jax.Array,
+    config: ModelConfig,
+    placement: Placement = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array, RouterMetrics | None]:
     """The branch [T, D], the new beta [E] and the router's metrics; a dense layer has no router."""
     if params.mlp is not None:
         return swiglu(x_TD, params.mlp), beta_E, None
     assert params.moe is not None
-    return mixture(x_TD, params.moe, params.shared, beta_E, valid_T, config)
+    return mixture(x_TD, params.moe, params.shared, beta_E, valid_T, config, placement)
 
 
 def swiglu(x_TD: jax.Array, params: GatedMlp) -> jax.Array:
@@ -46,6 +49,7 @@ def mixture(
     beta_E: jax.Array,
     valid_T: jax.Array,
     config: ModelConfig,
+    placement: Placement,
 ) -> tuple[jax.Array, jax.Array, RouterMetrics]:
     """Routed(x) + sum of the shared experts [T, D], the new beta [E], the router's metrics."""
     dtype = x_TD.dtype
@@ -62,16 +66,17 @@ def mixture(
     latent = x_TD if params.latent_down is None else latent
     if params.latent_norm is not None:
         latent = rms_norm(latent, params.latent_norm.gain)
-    kernel = choose_experts()
-    dispatch = kernel.plan(routing.experts_TK, valid_T, config.num_experts)
-    dispatch = checkpoint_name(dispatch, SAVED_ROUTING)
     experts = jax.tree.map(lambda leaf: leaf.astype(dtype), params.experts)
-    routed = kernel.apply(latent, routing.weights_TK.astype(dtype), experts, dispatch)
+    routed, drops = placement.mix_experts(latent, routing, valid_T, experts, config)
     out = _leave_experts(routed, params.latent_up, jax.nn.silu(gate) * up, downs)
     if config.balance != "softmax_aux":
         logits_TE = jax.lax.stop_gradient(logits_TE)
-    new_beta, margins = rebalance(logits_TE, routing.threshold_T, valid_T, beta_E, config)
-    metrics = measure(logits_TE, routing.experts_TK, valid_T, bias_E, margins, config)
+    new_beta, margins = rebalance(
+        logits_TE, routing.threshold_T, valid_T, beta_E, config, placement
+    )
+    metrics = measure(
+        logits_TE, routing.experts_TK, valid_T, bias_E, margins, config, placement, drops
+    )
     return out, new_beta, metrics
 
 

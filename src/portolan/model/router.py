@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from portolan.model.totals import ALL_TOKENS, Totals
 from portolan.shapes import COMBINE_WEIGHT_SUM, Combine, ModelConfig
 
 COMBINE_EPSILON = 1e-9
@@ -21,7 +22,8 @@ SAVED_ROUTING = "routing"
 class RouterMetrics(NamedTuple):
     """Statistics over valid tokens; scalars of one layer, or [L] when stacked.
 
-    Margins and biases are None without quantile balancing.
+    Margins and biases are None without quantile balancing, the counts of `Drops` where nothing
+    limits the assignments.
     """
 
     entropy: jax.Array
@@ -33,6 +35,18 @@ class RouterMetrics(NamedTuple):
     bias_min: jax.Array | None
     bias_max: jax.Array | None
     drop_fraction: jax.Array
+    sender_dropped: jax.Array | None
+    receiver_dropped: jax.Array | None
+    padding_skipped: jax.Array | None
+
+
+class Drops(NamedTuple):
+    """Assignments of one layer, int32: cut off by a limit at the sender or at the receiver, and
+    skipped because their token is padding."""
+
+    sender: jax.Array
+    receiver: jax.Array
+    skipped: jax.Array
 
 
 class Routing(NamedTuple):
@@ -119,34 +133,37 @@ class Margins(NamedTuple):
 
 
 def bin_margins(
-    logits_TE: jax.Array, threshold_T: jax.Array, valid_T: jax.Array, num_bins: int
+    logits_TE: jax.Array,
+    threshold_T: jax.Array,
+    valid_T: jax.Array,
+    num_bins: int,
+    totals: Totals = ALL_TOKENS,
 ) -> Margins:
     """Margins logit - threshold over `num_bins` equal bins between their global extremes."""
     margins = logits_TE - threshold_T[:, None]
     valid = valid_T[:, None]
-    low = jnp.min(jnp.where(valid, margins, jnp.inf))
-    high = jnp.maximum(jnp.max(jnp.where(valid, margins, -jnp.inf)), low + MIN_MARGIN_RANGE)
+    low = totals.least(jnp.min(jnp.where(valid, margins, jnp.inf)))
+    high = totals.largest(jnp.max(jnp.where(valid, margins, -jnp.inf)))
+    high = jnp.maximum(high, low + MIN_MARGIN_RANGE)
     width = (high - low) / num_bins
     bins = jnp.clip(jnp.floor((margins - low) / width), 0, num_bins - 1).astype(jnp.int32)
     # Not read off the extremes: the CPU's minimum and maximum may pass over NaN.
-    finite = jnp.all(jnp.isfinite(margins) | ~valid)
-    num_valid = jnp.sum(valid_T, dtype=jnp.int32)
+    finite = totals.least(jnp.all(jnp.isfinite(margins) | ~valid).astype(jnp.int32)) > 0
+    num_valid = totals.sum(jnp.sum(valid_T, dtype=jnp.int32))
     return Margins(jnp.where(valid, bins, -1), low, high, num_valid, finite)
 
 
 def quantile_bins(
-    margins: Margins, num_selected: int, num_bins: int
+    margins: Margins, num_selected: int, num_bins: int, totals: Totals = ALL_TOKENS
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(b*, C[b*], H[b*]) per expert: the largest bin with at least T_valid K / E margins above.
 
     Equal to the integers of a full histogram, found by bisection: the count of margins in bin b
-    or above falls with b, so log2(bins) masked counts replace a scatter-add.
+    or above falls with b.
     """
     num_experts = margins.bins_TE.shape[-1]
     needed = -(-margins.num_valid * num_selected // num_experts)
-
-    def count(bin_E: jax.Array) -> jax.Array:
-        return jnp.sum(margins.bins_TE >= bin_E, axis=0, dtype=jnp.int32)
+    count = _counter(margins.bins_TE, num_bins, totals)
 
     low = jnp.zeros(num_experts, jnp.int32)
     high = jnp.full(num_experts, num_bins, jnp.int32)
@@ -162,13 +179,31 @@ def quantile_bins(
     return low, above, above - count(low + 1)
 
 
-def update_beta(margins: Margins, num_selected: int, num_bins: int) -> jax.Array:
+def _counter(bins_TE: jax.Array, num_bins: int, totals: Totals) -> Callable[[jax.Array], jax.Array]:
+    """Counts margins of each expert [E] in a bin [E] or above.
+
+    On one device log2(bins) masked counts cost less than the scatter-add of a histogram; on many
+    the histograms are added once, where every count would be added.
+    """
+    if not totals.is_spread:
+        return lambda bin_E: jnp.sum(bins_TE >= bin_E, axis=0, dtype=jnp.int32)
+    index_E = jnp.arange(bins_TE.shape[-1], dtype=jnp.int32)
+    column_TE = jnp.where(bins_TE >= 0, bins_TE, num_bins)
+    histogram = jnp.zeros((index_E.size, num_bins + 1), jnp.int32).at[index_E, column_TE].add(1)
+    histogram = totals.sum(histogram).at[:, num_bins].set(0)
+    above = jnp.flip(jnp.cumsum(jnp.flip(histogram, 1), axis=1, dtype=jnp.int32), 1)
+    return lambda bin_E: above[index_E, jnp.minimum(bin_E, num_bins)]
+
+
+def update_beta(
+    margins: Margins, num_selected: int, num_bins: int, totals: Totals = ALL_TOKENS
+) -> jax.Array:
     """New beta [E]: the upper K/E quantile of the margins of each expert.
 
     0 without valid tokens; NaN when a margin is not finite, so that the step can be refused.
     """
     num_experts = margins.bins_TE.shape[-1]
-    best, above, inside = quantile_bins(margins, num_selected, num_bins)
+    best, above, inside = quantile_bins(margins, num_selected, num_bins, totals)
     quotient, remainder = jnp.divmod(margins.num_valid * num_selected, num_experts)
     dtype = margins.low.dtype
     surplus = (above - quotient).astype(dtype) - remainder.astype(dtype) / num_experts
@@ -200,13 +235,15 @@ def rebalance(
     valid_T: jax.Array,
     beta_E: jax.Array,
     config: ModelConfig,
+    totals: Totals = ALL_TOKENS,
 ) -> tuple[jax.Array, Margins | None]:
     """The new beta [E] and the margins that it was read from; beta stays where none is used."""
     if not config.num_balance_biases:
         return beta_E, None
-    margins = bin_margins(logits_TE, threshold_T, valid_T, config.qb_bins)
+    margins = bin_margins(logits_TE, threshold_T, valid_T, config.qb_bins, totals)
     if config.balance == "qb_hist":
-        return update_beta(margins, config.experts_per_token, config.qb_bins), margins
+        return update_beta(margins, config.experts_per_token, config.qb_bins, totals), margins
+    logits_TE, threshold_T, valid_T = map(totals.gather, (logits_TE, threshold_T, valid_T))
     beta = top_margins(logits_TE, threshold_T, valid_T, config.experts_per_token)
     return accept(beta, margins), margins
 
@@ -227,27 +264,33 @@ def measure(
     bias_E: jax.Array,
     margins: Margins | None,
     config: ModelConfig,
+    totals: Totals = ALL_TOKENS,
+    drops: Drops | None = None,
 ) -> RouterMetrics:
     """Metrics of one layer over its valid tokens."""
     num_experts = config.num_experts
     valid = valid_T[:, None].astype(logits_TE.dtype)
-    count = jnp.maximum(jnp.sum(valid), 1)
+    count = jnp.maximum(totals.sum(jnp.sum(valid)), 1)
     index_E = jnp.arange(num_experts, dtype=jnp.int32)
     chosen_TE = jnp.any(experts_TK[:, :, None] == index_E, axis=1)
-    load_E = jnp.sum(chosen_TE * valid, axis=0)
+    load_E = totals.sum(jnp.sum(chosen_TE * valid, axis=0))
     exponent = jnp.exp(logits_TE - jnp.max(logits_TE, axis=-1, keepdims=True))
     total = jnp.sum(exponent, axis=-1, keepdims=True)
     lse = jnp.log(total) + jnp.max(logits_TE, axis=-1, keepdims=True)
-    probability_E = jnp.sum(valid * exponent / total, axis=0) / count
+    probability_E = totals.sum(jnp.sum(valid * exponent / total, axis=0)) / count
     share = load_E / (config.experts_per_token * count)
+    lost = drops.sender + drops.receiver if drops else jnp.zeros((), jnp.int32)
     return RouterMetrics(
         entropy=-jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0)),
         load_balance=num_experts * jnp.sum(load_E / count * probability_E),
-        mean_square_lse=jnp.sum(valid * lse * lse) / count,
+        mean_square_lse=totals.sum(jnp.sum(valid * lse * lse)) / count,
         load_max_over_mean=jnp.max(share) * num_experts,
         margin_min=margins.low if margins else None,
         margin_max=margins.high if margins else None,
         bias_min=jnp.min(bias_E) if margins else None,
         bias_max=jnp.max(bias_E) if margins else None,
-        drop_fraction=jnp.zeros((), logits_TE.dtype),
+        drop_fraction=lost.astype(logits_TE.dtype) / (config.experts_per_token * count),
+        sender_dropped=drops.sender if drops else None,
+        receiver_dropped=drops.receiver if drops else None,
+        padding_skipped=drops.skipped if drops else None,
     )

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from portolan.model.attention import SAVED_PROJECTIONS, Context, attend, rotary_tables
-from portolan.model.conv import convolve, find_neighbours, spread_over_layers
+from portolan.model.attention import SAVED_PROJECTIONS, Context, attend
+from portolan.model.conv import convolve, spread_over_layers
 from portolan.model.experts import SAVED_PRODUCTS
 from portolan.model.init import init
 from portolan.model.loss import token_losses as vocabulary_losses
 from portolan.model.loss import weighted_loss
 from portolan.model.moe import feed_forward
 from portolan.model.norms import apply_norm, wide
+from portolan.model.placement import ONE_DEVICE, Placement
 from portolan.model.router import SAVED_ROUTING, RouterMetrics, router_loss
 from portolan.model.softmax_attention import SAVED_ATTENDED
 from portolan.model.tree import Block, Params, abstract
@@ -40,6 +41,8 @@ CPU_COMPILER_OPTIONS = {
 """For `jax.jit(..., compiler_options=...)` on CPU: library kernels for products only. Fused with
 reductions they cost a tenth of a small step (jax 0.10.2)."""
 SAVED_MIDDLE = "middle"
+CARRY = "carry"
+"""What a layer reads, [T, D]."""
 SAVED_OUTSIDE_EXPERTS = (SAVED_PROJECTIONS, SAVED_ATTENDED, SAVED_MIDDLE, SAVED_ROUTING)
 SAVED: dict[Remat, tuple[str, ...]] = {
     "none": (*SAVED_OUTSIDE_EXPERTS, SAVED_PRODUCTS),
@@ -114,6 +117,7 @@ def block(
     is_global: jax.Array,
     context: Context,
     config: ModelConfig,
+    placement: Placement = ONE_DEVICE,
 ) -> tuple[jax.Array, tuple[jax.Array, RouterMetrics | None]]:
     """One layer: two residual additions."""
     normed = apply_norm(x_TD, params.attn_norm, params.attn_gnorm)
@@ -122,7 +126,7 @@ def block(
     x_TD = checkpoint_name(x_TD + branch, SAVED_MIDDLE)
     normed = apply_norm(x_TD, params.mlp_norm, params.mlp_gnorm)
     valid = context.segments_BS.reshape(-1) >= 0
-    branch, new_beta, metrics = feed_forward(normed, params, beta_E, valid, config)
+    branch, new_beta, metrics = feed_forward(normed, params, beta_E, valid, config, placement)
     x_TD = x_TD + convolve(branch, params.mlp_conv, context, "mlp")
     return x_TD, (new_beta, metrics)
 
@@ -136,18 +140,27 @@ def hidden(
     *,
     compute_dtype: jnp.dtype,
     remat: Remat = "none",
+    offload_carries: bool = False,
+    placement: Placement = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array, RouterMetrics | None]:
     """Final normed activations [T, D], new beta [L, E], router metrics [L]."""
     x = enter(params, tokens.reshape(-1), compute_dtype)
-    cos, sin = rotary_tables(tokens.shape[1], config, wide(compute_dtype))
-    neighbours = find_neighbours(segments, config.conv_taps, compute_dtype)
-    context = Context(segments, neighbours, cos, sin)
+    context = placement.context(segments, config, compute_dtype)
 
     def body(x, layer):
         layer_params, beta, is_global = layer
-        return block(x, layer_params, beta, is_global, context, config)
+        x = checkpoint_name(x, CARRY)
+        layer_params = placement.whole_layer(layer_params, compute_dtype)
+        return block(x, layer_params, beta, is_global, context, config, placement)
 
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
+    if offload_carries:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(SAVED[remat]),
+            names_which_can_be_offloaded=[CARRY],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     flags = jnp.array(config.global_layers)
     layers = stacked_layers(params, config)
@@ -164,11 +177,14 @@ def loss(
     compute_dtype: jnp.dtype = jnp.float32,
     z_weight: float = Z_WEIGHT,
     remat: Remat = "none",
+    offload_carries: bool = False,
+    placement: Placement = ONE_DEVICE,
 ) -> tuple[jax.Array, LossAux]:
     """Sum of w (lse - label logit + z lse^2) over sum of w, both over the whole batch.
 
     A shape that balances by an auxiliary loss adds it.
     """
+    params = placement.whole(params, compute_dtype)
     x, new_beta, metrics = hidden(
         params,
         beta,
@@ -177,20 +193,19 @@ def loss(
         config,
         compute_dtype=compute_dtype,
         remat=remat,
+        offload_carries=offload_carries,
+        placement=placement,
     )
-    labels = _labels(batch.tokens).reshape(-1)
+    labels = placement.next_tokens(batch.tokens).reshape(-1)
     head = params.head.proj.astype(compute_dtype)
-    value, parts = weighted_loss(x, head, labels, batch.weights.reshape(-1), z_weight)
+    value, parts = weighted_loss(
+        x, head, labels, batch.weights.reshape(-1), z_weight, totals=placement
+    )
     aux = LossAux(parts.ce, parts.mean_square_lse, new_beta, metrics)
     if config.balance == "softmax_aux":
         assert metrics is not None
         value += router_loss(metrics, config)
     return value, aux
-
-
-def _labels(tokens: jax.Array) -> jax.Array:
-    """Next token; the last position has none (0, which must carry weight 0)."""
-    return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 
 
 def token_losses(
@@ -201,11 +216,15 @@ def token_losses(
     config: ModelConfig,
     *,
     compute_dtype: jnp.dtype = jnp.float32,
+    placement: Placement = ONE_DEVICE,
 ) -> jax.Array:
     """Negative log-likelihood [B, S] of the next token, without the z-term; beta stays."""
-    x, _, _ = hidden(params, beta, tokens, segments, config, compute_dtype=compute_dtype)
+    params = placement.whole(params, compute_dtype)
+    x, _, _ = hidden(
+        params, beta, tokens, segments, config, compute_dtype=compute_dtype, placement=placement
+    )
     head = params.head.proj.astype(compute_dtype)
-    nll, _ = vocabulary_losses(x, head, _labels(tokens).reshape(-1))
+    nll, _ = vocabulary_losses(x, head, placement.next_tokens(tokens).reshape(-1))
     return nll.reshape(tokens.shape)
 
 

@@ -230,14 +230,17 @@ class _UpdateRule:
             return orthogonalise_leaves(inputs, self.iterate), buffers
         directions = {}
         for path, leaf in inputs.items():
-            wide = self.layout.orthogonalise(path, to_wide(leaf), self.iterate_whole)
-            directions[path] = from_wide(wide.astype(leaf.dtype), leaf.shape)
+            directions[path] = self.layout.orthogonalise(path, leaf, self.iterate_any)
         return directions, buffers
 
     def iterate(self, stack: jax.Array) -> jax.Array:
         """Newton-Schulz on [n, a, b], in pieces that fit the cache on a CPU."""
         on_cpu = jax.default_backend() == "cpu"
         return self.iterate_whole(stack, chunk=cpu_chunk(*stack.shape) if on_cpu else None)
+
+    def iterate_any(self, leaf: jax.Array) -> jax.Array:
+        """Newton-Schulz on [..., a, b], whichever of a and b is larger; keeps shape and type."""
+        return from_wide(self.iterate_whole(to_wide(leaf)).astype(leaf.dtype), leaf.shape)
 
     def iterate_whole(self, stack: jax.Array, chunk: int | None = None) -> jax.Array:
         """Newton-Schulz on [..., a, b] with the constants of the settings."""

@@ -40,7 +40,7 @@ class Layout:
     def orthogonalise(
         self, path: str, leaf: jax.Array, iterate: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
-        """Run `iterate` on whole matrices of a wide leaf [..., a, b], a <= b.
+        """Run `iterate`, which keeps shapes, on whole matrices of a leaf [..., a, b].
 
         A single matrix is replicated, [L, a, b] is padded with zero matrices and split over
         `stack_axes`, and [L, E, a, b] stays split as its own leading axes are.
@@ -48,13 +48,17 @@ class Layout:
         if leaf.ndim == 2:
             return iterate(self.pin(leaf, PartitionSpec()))
         if leaf.ndim == 3:
-            num_parts = math.prod(self.mesh.shape[name] for name in self.stack_axes)
-            padding = -leaf.shape[0] % num_parts
-            padded = jnp.pad(leaf, ((0, padding), (0, 0), (0, 0)))
-            split = self.pin(padded, PartitionSpec(self.stack_axes or None))
-            return iterate(split)[: leaf.shape[0]]
-        leading = tuple(self.spec(path))[: leaf.ndim - 2]
-        return iterate(self.pin(leaf, PartitionSpec(*leading)))
+            spec = self.spec(path)
+            entries = (*spec, *(None,) * (3 - len(spec)))
+            split = [_names(entry) for entry in entries[1:]]
+            local = partial(_iterate_stack, axes=self.stack_axes, split=split, iterate=iterate)
+            mapped = jax.shard_map(
+                local, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+            return mapped(self.pin(leaf, spec))
+        whole = PartitionSpec(*tuple(self.spec(path))[: leaf.ndim - 2])
+        # Pinned at both ends, or the compiler gathers the matrices anew in every step.
+        return self.pin(iterate(self.pin(leaf, whole)), whole)
 
 
 def sharded_norm(
@@ -78,6 +82,45 @@ def sharded_norm(
     x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     summed = jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=kept)(x)
     return jnp.sqrt(summed)
+
+
+def _iterate_stack(
+    local: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    split: list[tuple[str, ...]],
+    iterate: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """A device's part of [L, a, b]: parts of all matrices are exchanged for whole ones of a few.
+
+    `split` names the axes that split a and b. Of the two, the one on more devices travels in an
+    all-to-all; the other one is gathered.
+    """
+    num_layers = local.shape[0]
+    sizes = [math.prod(map(jax.lax.axis_size, names)) for names in split]
+    main = 1 if sizes[0] >= sizes[1] else 2
+    moved, gathered = split[main - 1], split[2 - main]
+    rest = tuple(name for name in axes if name not in moved)
+    parts = math.prod(map(jax.lax.axis_size, (*moved, *rest)))
+    x = jnp.pad(local, ((0, -num_layers % parts), (0, 0), (0, 0)))
+    if gathered:
+        x = jax.lax.all_gather(x, gathered, axis=3 - main, tiled=True)
+    if moved:
+        x = jax.lax.all_to_all(x, moved, split_axis=0, concat_axis=main, tiled=True)
+    if rest:
+        share = x.shape[0] // math.prod(map(jax.lax.axis_size, rest))
+        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(rest) * share, share)
+    x = iterate(x)
+    if rest:
+        x = jax.lax.all_gather(x, rest, axis=0, tiled=True)
+    if moved:
+        x = jax.lax.all_to_all(x, moved, split_axis=main, concat_axis=0, tiled=True)
+    if gathered:
+        width = local.shape[3 - main]
+        x = jax.lax.dynamic_slice_in_dim(
+            x, jax.lax.axis_index(gathered) * width, width, axis=3 - main
+        )
+    return x[:num_layers]
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

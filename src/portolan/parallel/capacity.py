@@ -50,7 +50,7 @@ class ExchangeShape:
             raise UsageError(
                 f"{self.num_experts} experts do not divide over an expert axis of "
                 f"{self.num_shards}",
-                remedy="choose an axis size that divides the number of experts",
+                remedy="set parallel.mesh.expert to a size that divides the number of experts",
             )
         if self.num_assignments < 1 or self.total_assignments >= INT32_LIMIT:
             raise UsageError(
@@ -93,7 +93,7 @@ class Limit:
         if self.factor.denominator * self.divisor * self.factor.numerator >= INT32_LIMIT:
             raise UsageError(
                 f"capacity factor {self.factor} over {self.divisor} classes overflows 32 bits",
-                remedy="use a capacity factor with fewer decimals",
+                remedy="write parallel.capacity_factor with fewer decimals",
             )
 
     def logical(self, valid: Any, xp: Any) -> Any:
@@ -119,14 +119,16 @@ class Capacities:
         if rule.num_chunks < 1 or local % rule.num_chunks:
             raise UsageError(
                 f"{rule.num_chunks} chunks do not divide {local} local experts",
-                remedy="choose a number of chunks that does",
+                remedy="set parallel.num_chunks to a divisor of them",
             )
         if rule.gate == "waterfill" and self.chunk_experts % rule.group_size:
             raise UsageError(
                 f"waterfill groups of {rule.group_size} do not divide the {self.chunk_experts} "
                 "local experts of a chunk",
-                remedy="choose a group size that does",
+                remedy="set parallel.group_size to a divisor of them",
             )
+        # A limit that overflows is refused now, not while a program is traced.
+        getattr(self, rule.gate, None)
 
     @property
     def chunk_experts(self) -> int:
@@ -185,8 +187,9 @@ class PooledCapacities:
         if self.num_waves < 1 or self.shape.local_experts % self.num_waves:
             raise UsageError(
                 f"{self.num_waves} waves do not divide {self.shape.local_experts} local experts",
-                remedy="choose a number of waves that does",
+                remedy="set parallel.num_waves to a divisor of them",
             )
+        _ = self.send, self.receive
 
     @cached_property
     def send(self) -> Limit:
@@ -211,7 +214,8 @@ class PooledCapacities:
         if self.shape.local_experts > EXACT_INTEGERS[dtype]:
             raise UsageError(
                 f"{self.shape.local_experts} local experts have no exact codes in {dtype}",
-                remedy=f"use at most {EXACT_INTEGERS[dtype]} experts a shard, or another transport",
+                remedy=f"use at most {EXACT_INTEGERS[dtype]} experts a shard, or another "
+                "parallel.transport",
             )
 
 

@@ -5,7 +5,7 @@ array namespace of their arguments.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from portolan.parallel.capacity import Capacities
 
@@ -130,8 +130,7 @@ def keep_mask(ids: Any, accepted: Any) -> Any:
     return rank_in_class(clipped, num_experts) < padded[clipped]
 
 
-@dataclass(frozen=True)
-class Updates:
+class Updates(NamedTuple):
     """Row segments of one shard in an exchange, int32[S x El] each.
 
     Segment u goes to peer u div El: rows [start, start + send) of the operand land at `out` in that

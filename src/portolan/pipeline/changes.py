@@ -5,12 +5,14 @@ What has begun is never altered: a change before a completed update is refused.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from portolan.accounting import training_flops
 from portolan.console import console, say
+from portolan.data.mixture import check_mixture, load_mixture
 from portolan.errors import UsageError
 from portolan.optim.schedule import Schedule, token_exponent
 from portolan.pipeline import forecasting
@@ -68,12 +70,24 @@ def change_mixture(
     run_id: str,
     *,
     weights: Mapping[str, float],
+    file: Path | None,
+    phase: str,
     name: str,
     from_step: int | None,
     reason: str,
     dry_run: bool,
 ) -> None:
-    """Other weights of the domains from a mixture block on; earlier weights stay recorded."""
+    """Other weights of the cells from a mixture block on; earlier weights stay recorded.
+
+    They are `weights`, or those of a phase (the last if it is not named) of a mixture file.
+    """
+    if file is not None:
+        if weights:
+            raise UsageError("both --file and --weight say the weights", remedy="leave one out")
+        weights, origin = read_phase(require_corpus(project), file, phase)
+        reason = f"{reason} ({origin})"
+    elif phase:
+        raise UsageError("--phase names a phase of a mixture file", remedy="give --file too")
 
     def make(run: PlannedRun, course: Course, step: int) -> Change:
         label = name or f"phase-{len(course.phases)}"
@@ -94,7 +108,7 @@ def change_horizon(
     """End after `fraction` of the planned updates; rates fall from where they are to their end."""
 
     def make(run: PlannedRun, course: Course, step: int) -> Change:
-        warmup = run_settings(project, run).warmup_steps
+        warmup = run_settings(project.recipe, run).warmup_steps
         first = step if from_step is not None else max(step, warmup)
         return HorizonChange(first, round(fraction * course.steps))
 
@@ -122,6 +136,32 @@ def parse_weights(texts: list[str]) -> dict[str, float]:
     return weights
 
 
+def read_phase(corpus: Corpus, path: Path, phase: str) -> tuple[dict[str, float], str]:
+    """Weights of a phase of a mixture file for this tokenizer and store, and where they are from.
+
+    A run on the lattice of the file reads exactly its counts; on another one they are rounded.
+
+    Raises:
+        MixtureError: the file is of another tokenizer or store.
+        UsageError: it has no such phase.
+    """
+    mixture = load_mixture(path)
+    check_mixture(
+        mixture,
+        tokenizer_digest=corpus.tokenizer_digest,
+        store_digest=corpus.store_digest,
+        store_tokens=corpus.store.tokens_by_cell,
+    )
+    found = [one for one in mixture.phases if phase in ("", one.name)]
+    if not found:
+        raise UsageError(
+            f"{path} has no phase {phase!r}",
+            remedy=f"use {', '.join(one.name for one in mixture.phases)}",
+        )
+    origin = f"phase {found[-1].name} of {path.name}, digest {mixture.digest[:16]}"
+    return {cell: float(count) for cell, count in found[-1].counts.items()}, origin
+
+
 def _decide(
     project: Project,
     run_id: str,
@@ -140,7 +180,7 @@ def _decide(
         raise UsageError(f"{run.run_id} has not started", remedy="plan the change in the recipe")
     if is_finished(project, run):
         raise UsageError(f"{run.run_id} is finished", remedy="change a run before its end")
-    from portolan.train.loop import exclusive
+    from portolan.train.process import exclusive
 
     with exclusive(folder):
         completed = completed_updates(folder)
@@ -175,7 +215,7 @@ def _view(
     project: Project, corpus: Corpus, run: PlannedRun, course: Course, change: Change
 ) -> dict[str, str]:
     """Everything that depends on the course of a run, by name; also checks that it can be run."""
-    settings = run_settings(project, run, course)
+    settings = run_settings(project.recipe, run, course)
     mixture = run_loader(project, corpus, run, course).order.mixture
     schedule: Schedule = settings.schedule
     updates = course.num_updates

@@ -52,7 +52,7 @@ def restored_state(project: Project, run: PlannedRun) -> Restored:
     folder = project.runs / run.run_id
     if not folder.is_dir():
         raise UsageError(f"{run.run_id} has not started", remedy="run `portolan run` first")
-    settings = run_settings(project, run, run_course(project, ProjectRecord(project), run))
+    settings = run_settings(project.recipe, run, run_course(project, ProjectRecord(project), run))
     found = CheckpointStore(folder).restore()
     if found is None:
         raise PortolanError(f"{run.run_id} has no checkpoint yet", remedy="wait for its first save")

@@ -10,6 +10,7 @@ from portolan import accounting
 from portolan.accounting import MemoryBytes
 from portolan.console import console, say
 from portolan.pipeline.course import plan_course
+from portolan.pipeline.plan_mesh import MeshOptions, MeshReport, mesh_json, plan_mesh, print_mesh
 from portolan.recipe import Recipe
 from portolan.scaling.ladder import Rung, derive
 from portolan.shapes import ModelConfig
@@ -46,8 +47,8 @@ def ladder_share(recipe: Recipe) -> dict[str, float]:
     }
 
 
-def describe_target(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """(quantity, value, convention) of the target."""
+def describe_target(recipe: Recipe, *, on_one_device: bool) -> list[tuple[str, str, str]]:
+    """(quantity, value, convention) of the target; the memory of a step only `on_one_device`."""
     rung = plan_width(recipe, recipe.model.width)
     config = rung.config
     causal = float(accounting.training_flops(config, rung.tokens, "causal"))
@@ -84,7 +85,7 @@ def describe_target(recipe: Recipe) -> list[tuple[str, str, str]]:
         *_describe_rates(recipe, rung),
         ("beta2, epsilon", f"{rung.beta2:.6g}, {rung.epsilon:.5g}", "Adam moments"),
         ("warm-up", f"{rung.warmup_steps:,} steps", "then linear to 5 % of the peak"),
-        *_describe_memory(recipe, rung),
+        *_describe_memory(recipe, rung, on_one_device=on_one_device),
     ]
     share = ladder_share(recipe)
     rows.append(
@@ -132,14 +133,21 @@ def _estimate_memory(recipe: Recipe, rung: Rung, *, on_accelerator: bool) -> Mem
     )
 
 
-def _describe_memory(recipe: Recipe, rung: Rung) -> list[tuple[str, str, str]]:
+def _describe_memory(
+    recipe: Recipe, rung: Rung, *, on_one_device: bool
+) -> list[tuple[str, str, str]]:
     cpu = _estimate_memory(recipe, rung, on_accelerator=False)
     device = _estimate_memory(recipe, rung, on_accelerator=True)
     one = f"whole batch on one device, remat {recipe.train.remat!r}; an estimate"
-    return [
+    state = [
         ("parameter bytes", f"{cpu.parameters:,}", "float32"),
         ("optimizer bytes", f"{cpu.optimizer:,}", "float32 moments"),
         ("gradient bytes", f"{cpu.gradients:,}", "float32"),
+    ]
+    if not on_one_device:
+        return state
+    return [
+        *state,
         ("saved activations", f"{cpu.saved_activations:,} bytes", f"float32, {one}"),
         ("logits block", f"{cpu.logits_block:,} bytes", "float32 on a CPU, with its gradient"),
         ("work of one layer", f"{cpu.layer_work:,} bytes", "expert rows or attention, float32"),
@@ -148,24 +156,30 @@ def _describe_memory(recipe: Recipe, rung: Rung) -> list[tuple[str, str, str]]:
     ]
 
 
-def print_plan(recipe: Recipe, *, as_json: bool) -> None:
-    """Print target, ladder and warnings as tables, or everything as JSON."""
+def print_plan(recipe: Recipe, options: MeshOptions | None = None, *, as_json: bool) -> None:
+    """Print target, ladder, mesh and warnings as tables, or everything as JSON.
+
+    Raises:
+        UsageError: the target does not fit its mesh or the machine that `options` names.
+    """
     widths = [*recipe.ladder.widths, recipe.model.width]
     rungs = [plan_width(recipe, width) for width in widths]
+    mesh = plan_mesh(recipe, rungs[-1], options or MeshOptions())
     if as_json:
-        say(json.dumps(_as_json(recipe, rungs), indent=2))
+        say(json.dumps(_as_json(recipe, rungs, mesh), indent=2))
         return
     say(f"recipe {recipe.name}, digest {recipe.digest()[:16]}")
     target = Table(title="Target", title_justify="left")
     for heading in ("quantity", "value", "convention"):
         target.add_column(heading, justify="right" if heading == "value" else "left")
-    for row in describe_target(recipe):
+    for row in describe_target(recipe, on_one_device=mesh.plan.mesh.num_devices == 1):
         target.add_row(*row)
     console.print(target)
     console.print(_ladder_table(recipe, rungs))
     for rung in rungs:
         for warning in rung.warnings:
             say(f"warning, width {rung.width}: {warning}")
+    print_mesh(mesh)
 
 
 def _ladder_table(recipe: Recipe, rungs: list[Rung]) -> Table:
@@ -190,7 +204,7 @@ def _ladder_table(recipe: Recipe, rungs: list[Rung]) -> Table:
     return table
 
 
-def _as_json(recipe: Recipe, rungs: list[Rung]) -> dict[str, Any]:
+def _as_json(recipe: Recipe, rungs: list[Rung], mesh: MeshReport) -> dict[str, Any]:
     target = rungs[-1]
     return {
         "recipe": recipe.name,
@@ -207,4 +221,5 @@ def _as_json(recipe: Recipe, rungs: list[Rung]) -> dict[str, Any]:
         },
         "ladder": [rung.plan() for rung in rungs[:-1]],
         "ladder_share": ladder_share(recipe),
+        "parallel": mesh_json(mesh),
     }

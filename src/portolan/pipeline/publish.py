@@ -103,14 +103,18 @@ def seal(project: Project) -> None:
 
 
 def bundle(root: Path, target: Path | None) -> None:
-    """Write the archive of a sealed project."""
-    from portolan.record.bundle import write_bundle
+    """Write the archive of a sealed project and say what is in it."""
+    from portolan.record.bundle import SITE, write_bundle
+    from portolan.report.data_map import MAP, QUOTING
 
     journal = open_journal(root)
     path = target or root / DEFAULT_BUNDLE
-    files = write_bundle(root, path, journal)
+    quoting = {f"{SITE}/{MAP}/{page.file}" for page in QUOTING}
+    files = write_bundle(root, path, journal, quoting)
     size = path.stat().st_size
     say(f"bundle: {path} ({len(files)} files, {size} bytes, SHA-256 {sha256_file(path)})")
+    pages = [file.num_bytes for file in files if file.name.startswith(f"{SITE}/")]
+    say(f"pages in it: {len(pages)}, {sum(pages)} bytes; open {SITE}/index.html in a browser")
     say(f"check it anywhere, offline: portolan verify {path.name}")
 
 

@@ -12,15 +12,16 @@ from portolan.pipeline.change_records import (
     CHANGES_FILE,
     completed_updates,
     conclude_changes,
-    planned_course,
     record_course,
     run_course,
 )
 from portolan.pipeline.corpus import Corpus
-from portolan.pipeline.course import Course
+from portolan.pipeline.course import Course, plan_course
+from portolan.pipeline.machine import ONE_PROCESS, Machine
 from portolan.pipeline.plan import plan_width
 from portolan.pipeline.recorder import ProjectRecord, RunRecorder
 from portolan.project import Project
+from portolan.recipe import Recipe
 from portolan.scaling.ladder import Rung
 
 RUN_KEY_DIGITS = 8
@@ -97,6 +98,8 @@ def plan_run(
         "store": corpus.store_digest,
         "heldout": corpus.evaluation_digest,
     }
+    if limits := recipe.parallel.identity():
+        identity["parallel"] = limits
     if order is not None and order.steps != rung.steps:
         identity["order"] = order.plan()
     if role == "target" and recipe.context.stages:
@@ -154,49 +157,30 @@ def describe(project: Project, corpus: Corpus, run: PlannedRun) -> dict[str, Any
     )
 
 
-def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedRun) -> bool:
-    """Train a run to its end; False when it was finished before."""
-    folder = project.runs / run.run_id
+def train(
+    project: Project,
+    corpus: Corpus,
+    record: ProjectRecord,
+    run: PlannedRun,
+    machine: Machine = ONE_PROCESS,
+) -> bool:
+    """Train a run to its end; False when it was finished before.
+
+    Of several processes the first one writes to the project; the others train with it.
+    """
     if is_finished(project, run):
         record_finished(project, record, run)
         return False
-    from portolan.train.loop import TrainingLoop
+    from portolan.train.crew import Crew
     from portolan.train.programs import keep_memory, keep_programs
 
     keep_memory()
     keep_programs()
-    record.run(
-        run.run_id,
-        RECORD_ROLES[run.role],
-        f"{run.role} of width {run.rung.width}, seed {run.seed}: {run.rung.steps} updates of "
-        f"{run.rung.tokens_per_step} tokens",
-    )
-    record_course(project, record, run)
-    course = run_course(project, record, run)
-    settings = run_settings(project, run, course)
-    write_json_atomic(folder / "run.json", describe(project, corpus, run))
-    mixture = corpus.mixture(run.order, course)
-    mixing.save_mixture(mixture, folder / MIXTURE_FILE, completed_updates(folder))
-    if run.is_target:
-        say(f"{run.run_id}: {mixing.describe_epochs(mixture)}")
-    pinned, by_length = build_evaluators(project, corpus, settings)
-    reporter = RunReporter(run.run_id, settings.num_updates)
-    with reporter.open() as report:
-        loop = TrainingLoop(
-            settings,
-            folder,
-            run_loader(project, corpus, run, course),
-            pinned,
-            RunRecorder(record, changed_digest(run, settings), corpus.store_digest),
-            report,
-            {"config_digest": run.config_digest, "data_digest": corpus.store_digest},
-            by_length,
-        )
-        try:
-            outcome = loop()
-        finally:
-            for change, result in conclude_changes(project, record, run.run_id):
-                say(f"{run.run_id}: change from update {change.from_step} on: {result}")
+    crew = Crew.of_jax()
+    crew.decide(lambda: _open_run(project, corpus, record, run))
+    outcome = _train_to_the_end(project, corpus, record, run, machine)
+    if not crew.leads:
+        return True
     record_finished(project, record, run)
     macro = outcome.evaluation["eval_dropless/heldout/macro_loss"]
     tokens = outcome.completed * run.rung.tokens_per_step
@@ -205,6 +189,53 @@ def train(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedR
         f"{tokens / outcome.train_seconds:,.0f} tokens/s"
     )
     return True
+
+
+def _open_run(project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedRun) -> None:
+    """What the project knows of a run before it starts: record, description, mixture."""
+    folder = project.runs / run.run_id
+    record.run(
+        run.run_id,
+        RECORD_ROLES[run.role],
+        f"{run.role} of width {run.rung.width}, seed {run.seed}: {run.rung.steps} updates of "
+        f"{run.rung.tokens_per_step} tokens",
+    )
+    record_course(project, record, run)
+    write_json_atomic(folder / "run.json", describe(project, corpus, run))
+    mixture = corpus.mixture(run.order, run_course(project, record, run))
+    mixing.save_mixture(mixture, folder / MIXTURE_FILE, completed_updates(folder))
+    if run.is_target:
+        say(f"{run.run_id}: {mixing.describe_epochs(mixture)}")
+
+
+def _train_to_the_end(
+    project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedRun, machine: Machine
+) -> Any:
+    from portolan.train.loop import TrainingLoop
+
+    course = run_course(project, record, run)
+    settings = run_settings(project.recipe, run, course)
+    devices = machine.devices(project.recipe.parallel)
+    pinned, by_length = build_evaluators(project, corpus, settings, devices)
+    reporter = RunReporter(run.run_id, settings.num_updates)
+    with reporter.open() as report:
+        loop = TrainingLoop(
+            settings,
+            project.runs / run.run_id,
+            run_loader(project, corpus, run, course),
+            pinned,
+            RunRecorder(record, changed_digest(run, settings), corpus.store_digest),
+            report,
+            {"config_digest": run.config_digest, "data_digest": corpus.store_digest},
+            by_length,
+            devices,
+        )
+        try:
+            return loop()
+        finally:
+            if loop.crew.leads:
+                for change, result in conclude_changes(project, record, run.run_id):
+                    say(f"{run.run_id}: change from update {change.from_step} on: {result}")
 
 
 def run_loader(project: Project, corpus: Corpus, run: PlannedRun, course: Course) -> Any:
@@ -218,7 +249,9 @@ def run_loader(project: Project, corpus: Corpus, run: PlannedRun, course: Course
     )
 
 
-def build_evaluators(project: Project, corpus: Corpus, settings: Any) -> tuple[Any, dict]:
+def build_evaluators(
+    project: Project, corpus: Corpus, settings: Any, devices: Any = None
+) -> tuple[Any, dict]:
     """The evaluation in rows of the first length, and where asked for those of later lengths."""
     from portolan.evals.perplexity import METRIC_PREFIX, HeldOutEvaluator
     from portolan.train.state import resolve_compute_dtype
@@ -227,7 +260,11 @@ def build_evaluators(project: Project, corpus: Corpus, settings: Any) -> tuple[A
     dtype = resolve_compute_dtype(settings.compute_dtype)
     batch = recipe.evaluation.batch_sequences
     pinned = HeldOutEvaluator(
-        corpus.evaluation_set, settings.config, batch_sequences=batch, compute_dtype=dtype
+        corpus.evaluation_set,
+        settings.config,
+        batch_sequences=batch,
+        compute_dtype=dtype,
+        devices=devices,
     )
     by_length = {}
     for stage in settings.stages if recipe.context.evaluate else ():
@@ -238,6 +275,7 @@ def build_evaluators(project: Project, corpus: Corpus, settings: Any) -> tuple[A
             batch_sequences=max(1, batch * settings.config.sequence_length // length),
             compute_dtype=dtype,
             prefix=f"{METRIC_PREFIX}_at_{length}",
+            devices=devices,
         )
     return pinned, by_length
 
@@ -268,7 +306,7 @@ def record_finished(project: Project, record: ProjectRecord, run: PlannedRun) ->
     record.sign()
 
 
-def run_settings(project: Project, run: PlannedRun, course: Course | None = None) -> Any:
+def run_settings(recipe: Recipe, run: PlannedRun, course: Course | None = None) -> Any:
     """What the training loop is told; without a course, that of the recipe."""
     from portolan.optim.schedule import PeakRates
     from portolan.optim.settings import OptimizerSettings
@@ -279,8 +317,8 @@ def run_settings(project: Project, run: PlannedRun, course: Course | None = None
         resolve_compute_dtype,
     )
 
-    recipe, rung = project.recipe, run.rung
-    course = course or planned_course(project, run)
+    rung = run.rung
+    course = course or plan_course(recipe, run.order, extend=run.is_target)
     peak = PeakRates(
         hyperball=rung.hyperball,
         adam=rung.adam,
@@ -318,6 +356,7 @@ def run_settings(project: Project, run: PlannedRun, course: Course | None = None
         compute_dtype=recipe.train.compute_dtype,
         z_weight=recipe.train.z_weight,
         remat=recipe.train.remat,
+        offload_carries=recipe.train.offload_carries,
         norm_interval_steps=recipe.train.norm_interval_steps,
         temporary_checkpoint_seconds=recipe.train.temporary_checkpoint_seconds,
         permanent_checkpoint_steps=recipe.train.permanent_checkpoint_steps

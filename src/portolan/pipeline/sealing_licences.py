@@ -11,7 +11,13 @@ from portolan.data.licenses import NO_ASSERTION, classify_license
 from portolan.errors import UsageError
 from portolan.pipeline.corpus import Corpus
 from portolan.record.chain import Record
-from portolan.record.licences import LicenceRow, Redistribution, Subject, check_licences
+from portolan.record.licences import (
+    SOURCE_ROW,
+    LicenceRow,
+    Redistribution,
+    Subject,
+    check_licences,
+)
 from portolan.source_settings import LICENSE_CLASSES
 
 FILE = "licences.toml"
@@ -115,7 +121,7 @@ def _source_rows(corpus: Corpus | None) -> Iterator[LicenceRow]:
     for source in corpus.summary["sources"] if corpus else ():
         number = classify_license(source["license_spdx"]).number
         yield LicenceRow(
-            f"source {source['key']}",
+            SOURCE_ROW + source["key"],
             "corpus",
             source["license_spdx"],
             source["license_spdx"],

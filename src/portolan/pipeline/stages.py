@@ -10,6 +10,7 @@ from portolan.pipeline import forecasting
 from portolan.pipeline.claims import claim_headline
 from portolan.pipeline.corpus import Corpus, find_corpus
 from portolan.pipeline.curation import Place, build_corpus
+from portolan.pipeline.machine import ONE_PROCESS, Machine
 from portolan.pipeline.plan import ladder_share
 from portolan.pipeline.recorder import ProjectRecord
 from portolan.pipeline.runs import is_finished, planned_runs, record_finished, train
@@ -93,11 +94,14 @@ def curate(project: Project, place: Place | None = None, *, refit: bool = False)
         say(line)
 
 
-def train_rungs(project: Project) -> None:
+def train_rungs(project: Project, machine: Machine = ONE_PROCESS) -> None:
     """Train every rung that is not finished, cheapest first."""
+    machine.join()
     corpus = require_corpus(project)
-    record = ProjectRecord(project)
-    trained = [train(project, corpus, record, run) for run in planned_runs(project, corpus)[:-1]]
+    record = open_record(project, machine)
+    trained = [
+        train(project, corpus, record, run, machine) for run in planned_runs(project, corpus)[:-1]
+    ]
     if not any(trained):
         say("nothing to do: every rung is finished")
 
@@ -119,18 +123,35 @@ def register(project: Project, *, retrospective: bool = False) -> None:
     say(f"registered; journal head {head.seq} {head.head}")
 
 
-def train_target(project: Project) -> None:
+def train_target(project: Project, machine: Machine = ONE_PROCESS) -> None:
     """Train the target; a forecast must be registered first."""
+    machine.join()
     corpus = require_corpus(project)
-    record = ProjectRecord(project)
+    record = open_record(project, machine)
     target = planned_runs(project, corpus)[-1]
     if forecasting.registered(record, target) is None and not is_finished(project, target):
         raise PortolanError(
             f"no forecast is registered for {target.run_id}",
             remedy="run `portolan ladder` and `portolan register` first",
         )
-    if not train(project, corpus, record, target):
+    if not train(project, corpus, record, target, machine):
         say("nothing to do: the target is finished")
+
+
+def open_record(project: Project, machine: Machine) -> ProjectRecord:
+    """The record; the first process may have to start or mend the journal before others read."""
+    if not machine.is_shared:
+        return ProjectRecord(project)
+    from portolan.train.crew import Crew
+
+    crew = Crew.of_jax()
+    found: list[ProjectRecord] = []
+
+    def open_here() -> None:
+        found.append(ProjectRecord(project))
+
+    crew.decide(open_here)
+    return found[0] if found else ProjectRecord(project)
 
 
 def score(project: Project) -> None:

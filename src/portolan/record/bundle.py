@@ -1,9 +1,10 @@
 """The bundle: one archive with all that a stranger needs to check a sealed record offline."""
 
 import hashlib
+import html
 import json
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ from portolan.record.exports import (
 from portolan.record.exports_crate import CRATE_FILE, describe_crate
 from portolan.record.exports_croissant import CROISSANT_FILE, describe_data
 from portolan.record.journal import Journal
+from portolan.record.licences import SOURCE_ROW
 from portolan.record.reach_locators import records_in_force
 from portolan.record.rules import blobs_in
 from portolan.record.seal_body import Seal
+from portolan.record.visible import visible
 
 STATEMENT_FILE = "statement.dsse.json"
 GUIDE_FILE = "README.txt"
+SITE = "site"
 METADATA_KINDS = ("metrics", "forecast", "report")
 """Figures about a run: they hold neither text of the corpus nor weights."""
 
@@ -45,7 +49,19 @@ checks it without a network. By hand: `sha256sum` of each file must be as statem
 (its payload is base64), and each line of record/journal.jsonl holds the SHA-256 of the line before
 as `prev`. The whole procedure is in docs/record-format.md of the program.
 
+site/index.html is the page of the run: it opens in a browser, also without a network.
+
 Hashes prove sameness, not truth. `portolan verify --limits` says what cannot be shown.
+"""
+
+LEFT_OUT = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Page left out</title>
+<p>This page quotes documents of the corpus, and not all of them may be passed on: {reason}. It is
+in the project that this archive was made from. <a href="index.html">Other pages</a></p>
+</html>
 """
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -67,11 +83,15 @@ class _Entry:
         return BundledFile(self.name, self.path.stat().st_size, sha256_file(self.path))
 
 
-def write_bundle(project: Path, target: Path, journal: Journal) -> list[BundledFile]:
-    """Write the bundle of a sealed project; the same record gives the same bytes.
+def write_bundle(
+    project: Path, target: Path, journal: Journal, quoting: Collection[str] = ()
+) -> list[BundledFile]:
+    """Write the bundle of a sealed project; the same record and pages give the same bytes.
 
-    UsageError without a seal, PortolanError if a blob or a file is missing or the archive would be
-    too large. Never contains a private key, weights or token shards.
+    `quoting` names pages, relative to the project, that quote documents of the corpus: they enter
+    only if every source may be passed on. UsageError without a seal, PortolanError if a blob or a
+    file is missing or the archive would be too large. Never contains a private key, weights or
+    token shards.
     """
     records = list(journal.records())
     seal = next((record for record in reversed(records) if record.type == "seal"), None)
@@ -79,7 +99,7 @@ def write_bundle(project: Path, target: Path, journal: Journal) -> list[BundledF
         raise UsageError("the record has no seal", remedy="run `portolan seal` first")
     entries = [
         *_record_entries(journal, records),
-        *_project_entries(project, journal, records, seal),
+        *_project_entries(project, journal, records, seal, quoting),
     ]
     entries += _statements(journal, records)
     entries.append(_Entry(GUIDE_FILE, GUIDE.encode()))
@@ -113,21 +133,25 @@ def _record_entries(journal: Journal, records: Iterable[Record]) -> Iterator[_En
 
 
 def _project_entries(
-    project: Path, journal: Journal, records: Iterable[Record], seal: Record
+    project: Path,
+    journal: Journal,
+    records: Iterable[Record],
+    seal: Record,
+    quoting: Collection[str],
 ) -> Iterator[_Entry]:
-    """The page, the files that may be passed on, and the description of the data."""
-    page = project / "site" / "index.html"
-    if page.is_file():
-        yield _Entry("site/index.html", path=page)
+    """The pages, the files that may be passed on, and the description of the data."""
     rows = parse(journal.read_blob(seal.body["licences"]))
+    pages = {entry.name: entry for entry in _pages(project, quoting, _why_not_quoted(rows))}
+    yield from pages.values()
     redistribution = {row["name"]: row["redistribution"] for row in rows}
     found: dict[str, Path] = {}
     for record in records_in_force(records):
         if record.type == "artifact" and _may_enter(record, redistribution):
             for entry in record.body.get("files", ()):
                 found[entry["path"]] = project / entry["path"]
-    found.pop("site/index.html", None)
     for name, path in found.items():
+        if name in pages:
+            continue
         if not path.is_file():
             raise PortolanError(f"the file {name} is missing", remedy="run `portolan verify`")
         yield _Entry(name, path=path)
@@ -135,6 +159,25 @@ def _project_entries(
         manifest = parse(journal.read_blob(seal.body["data_manifest"]))
         runs = Seal.model_validate(seal.body).runs
         yield _Entry(CROISSANT_FILE, _json(describe_data(manifest, runs, seal.time)))
+
+
+def _why_not_quoted(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why documents of the corpus may not be quoted, empty if they may."""
+    sources = [row for row in rows if row["name"].startswith(SOURCE_ROW)]
+    if not sources:
+        return "the licence table names no source"
+    closed = [row for row in sources if row["redistribution"] != "public"]
+    return "; ".join(f"{row['name']} is {row['redistribution']}" for row in closed)
+
+
+def _pages(project: Path, quoting: Collection[str], reason: str) -> Iterator[_Entry]:
+    """Every page of the site, with a note in place of those that may not be passed on."""
+    for path in sorted((project / SITE).rglob("*.html")):
+        name = path.relative_to(project).as_posix()
+        if reason and name in quoting:
+            yield _Entry(name, LEFT_OUT.format(reason=html.escape(visible(reason))).encode())
+        else:
+            yield _Entry(name, path=path)
 
 
 def _may_enter(record: Record, redistribution: Mapping[str, str]) -> bool:

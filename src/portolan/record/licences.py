@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 from portolan.errors import PortolanError
 
 NO_ASSERTION = "NOASSERTION"
+SOURCE_ROW = "source "
+"""Names of the rows of sources of the corpus begin so."""
 MAX_NAMED = 3
 """Problems of a table that an error spells out."""
 

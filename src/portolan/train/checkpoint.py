@@ -104,6 +104,7 @@ class CheckpointStore:
         self.folder = Path(run_folder) / "checkpoints"
         self.keep_temporary = keep_temporary
         self.pinned: set[int] = set()
+        self.writers = ["process-0"]
         self.restored: SavedCheckpoint | None = None
         self._staging = self.folder / "staging"
         self._on_event = on_event
@@ -194,7 +195,7 @@ class CheckpointStore:
         def read(candidate: Candidate) -> tuple[State, SavedCheckpoint, str]:
             manifest = read_manifest(candidate)
             refuse_other_recipe(candidate, manifest, target_schema, expected)
-            arrays, verified = read_state(candidate, manifest, verify)
+            arrays, verified = self._read(candidate, manifest, verify)
             return arrays, describe(candidate, manifest, "restored"), verified
 
         found = first_trusted(marked, read, self._quarantine)
@@ -251,6 +252,12 @@ class CheckpointStore:
         """Let another process save to this run."""
         staged_files.release_writer_lock(self._staging)
 
+    def _read(
+        self, candidate: Candidate, manifest: dict[str, Any], verify: str
+    ) -> tuple[State, str]:
+        """Leaves of a checkpoint, checked, and how far its bytes were verified."""
+        return read_state(candidate, manifest, verify)
+
     def _save(
         self, state: Mapping[str, Any], step: int, kind: str, attempt: int, metadata: dict[str, Any]
     ) -> SavedCheckpoint:
@@ -265,30 +272,37 @@ class CheckpointStore:
         self._advance("submitted", step)
         if self.restored:
             self._advance("restored", self.restored.step)
-        parent = {"step": 0, "content_digest": "fresh"}
-        if self.restored:
-            parent = {
-                "step": self.restored.step,
-                "content_digest": self.restored.content_digest,
-            }
         with self._staging_folder() as folder:
-            save = _Save(step, kind, attempt, metadata, parent, folder, arrays, digest)
+            save = _Save(step, kind, attempt, metadata, self._parent(), folder, arrays, digest)
             try:
                 self._write(save)
-                self._place(save)
-                candidate = self._mark(save)
+                saved = self._publish(save)
             except BaseException:
                 self._discard(save)
                 raise
-            saved = self._read_back(candidate, digest)
+        return self._announce(saved)
+
+    def _parent(self) -> dict[str, Any]:
+        if self.restored is None:
+            return {"step": 0, "content_digest": "fresh"}
+        return {"step": self.restored.step, "content_digest": self.restored.content_digest}
+
+    def _publish(self, save: _Save) -> SavedCheckpoint:
+        """Give written arrays their place and marker, and read them back from there."""
+        self._place(save)
+        return self._read_back(self._mark(save), save.digest)
+
+    def _announce(self, saved: SavedCheckpoint) -> SavedCheckpoint:
+        """Tell of a save and prune what it makes needless."""
         self._phase("P7")
-        size = f"{saved.num_bytes} bytes, content {digest}"
+        size = f"{saved.num_bytes} bytes, content {saved.content_digest}"
         self._event("save", f"saved {self._locate(saved)}: {size}")
         self._phase("P8")
         try:
             self.prune()
         except (OSError, PortolanError) as error:
-            self._event("incident", f"pruning after step {step} failed, the save holds: {error}")
+            text = f"pruning after step {saved.step} failed, the save holds: {error}"
+            self._event("incident", text)
         return saved
 
     def _write(self, save: _Save) -> None:
@@ -314,7 +328,7 @@ class CheckpointStore:
                 "tracker": save.metadata.get("tracker_step", "unknown"),
             },
             "time": utc_now(),
-            "writers": ["process-0"],
+            "writers": self.writers,
             "parent": save.parent,
             "content_digest": save.digest,
             "leaves": describe_leaves(save.arrays),
@@ -340,7 +354,7 @@ class CheckpointStore:
         self._phase("P6")
         try:
             manifest = read_manifest(candidate)
-            read_state(candidate, manifest)
+            self._read(candidate, manifest, "full")
         except CheckpointInvalid:
             self._distrusted.add(candidate.name)
             raise

@@ -2,16 +2,11 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import math
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -21,12 +16,27 @@ from portolan.canonical import digest
 from portolan.console import errors
 from portolan.errors import PortolanError, ResumeRefused, StorageError, TrainingDiverged
 from portolan.evals.perplexity import METRIC_PREFIX, HeldOutEvaluator
-from portolan.files import read_json, storage_errors, write_json_atomic
+from portolan.files import write_json_atomic
 from portolan.model.transformer import Batch
 from portolan.optim.norms import check_norm_drift
 from portolan.optim.schedule import Rates
+from portolan.parallel.drops import Drops, total_drops
+from portolan.parallel.replicas import differing_leaves
 from portolan.track.tracker import Tracker
-from portolan.train.checkpoint import CheckpointStore
+from portolan.train.checkpoint_shared import open_store
+from portolan.train.crew import Crew, peer_loss, versions
+from portolan.train.devices import Devices
+from portolan.train.followers import SilentRecorder, SilentTracker
+from portolan.train.interface import (
+    FINISHED,
+    BatchSource,
+    MetricLog,
+    Outcome,
+    Progress,
+    Recorder,
+    finished_outcome,
+)
+from portolan.train.process import exclusive, stop_requests
 from portolan.train.retention import SaveSchedule
 from portolan.train.state import (
     RunSettings,
@@ -39,120 +49,13 @@ from portolan.train.state import (
 )
 from portolan.train.step import TrainStep, compile_programs, make_train_step
 
-FINISHED = "finished.json"
 HEADLINE = f"{METRIC_PREFIX}/macro_loss"
 GLOBAL_NORM = "norm/gradient/global"
 REPORT_SECONDS = 1.0
-
-
-class BatchSource(Protocol):
-    """Where batches come from: the step number is its whole state."""
-
-    def batches(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Yield (step, batch) for start <= step < stop."""
-        ...
-
-
-class Recorder(Protocol):
-    """What the loop tells the record, and what it asks."""
-
-    def last_attempt(self, run_id: str) -> int:
-        """Ordinal of the newest attempt that the record knows, 0 if none."""
-        ...
-
-    def attempt_started(self, run_id: str, ordinal: int, start: int, restored: str) -> None:
-        """An attempt begins at `start` completed updates."""
-        ...
-
-    def attempt_ended(self, run_id: str, ordinal: int, completed: int, reason: str) -> None:
-        """An attempt ends after `completed` updates."""
-        ...
-
-    def event(self, run_id: str, kind: str, completed: int, text: str) -> None:
-        """Something happened that a reader of the record should know."""
-        ...
-
-    def checkpoint_saved(self, run_id: str, saved: Any) -> None:
-        """A permanent checkpoint is verified on disk."""
-        ...
-
-
-@dataclass(frozen=True)
-class Progress:
-    """One report of a running loop, for a terminal or a log line."""
-
-    run_id: str
-    completed: int
-    steps: int
-    loss: float
-    tokens_per_second: float
-    seconds_left: float
-    evaluation: float | None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a finished run left: its last evaluation and where its bytes are.
-
-    `program_bytes` is the memory of the larger program of a step, 0 where not known.
-    """
-
-    run_id: str
-    completed: int
-    evaluation: dict[str, float]
-    content_digest: str
-    train_seconds: float
-    resumed: bool
-    program_bytes: int = 0
-
-
-def finished_outcome(folder: Path) -> Outcome | None:
-    """The outcome of a run that has its success mark, else None."""
-    path = folder / FINISHED
-    return Outcome(**read_json(path)) if path.is_file() else None
-
-
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run, so that two processes never train it at once."""
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PortolanError(
-                f"another process is training {folder.name}",
-                remedy="wait for it to end, or stop it, then run the same command again",
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Inside, SIGINT and SIGTERM only ask to stop after the current update; twice stops at once.
-
-    The state of an update in flight is donated, so it cannot be saved from a handler.
-    """
-    asked: list[int] = []
-    previous = {}
-
-    def ask(received: int, _: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(received)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, ask)
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+REPLICA_CHECK_STEPS = 500
+"""Updates between comparisons of all copies of the parameters (parallel.md 11.6)."""
+COMPILE_SECONDS = 1800.0
+"""How much longer one process may compile than another."""
 
 
 def _drifts(metrics: dict) -> dict[str, float]:
@@ -171,6 +74,9 @@ class TrainingLoop:
         report: called with Progress about once a second; must be quick.
         metadata: digests that a checkpoint must share with this run to be resumed.
         long_evaluators: by row length, what else to evaluate while rows have that length.
+        devices: the mesh to train on; None for one device.
+
+    Of the processes of a run only the lead writes; the others do the same updates.
     """
 
     def __init__(
@@ -183,6 +89,7 @@ class TrainingLoop:
         report: Callable[[Progress], None],
         metadata: dict[str, Any],
         long_evaluators: Mapping[int, HeldOutEvaluator] | None = None,
+        devices: Devices | None = None,
     ) -> None:
         self.run = run
         self.stage = run
@@ -191,12 +98,14 @@ class TrainingLoop:
         self.evaluate = evaluate
         self.long_evaluators = long_evaluators or {}
         self.evaluators = [evaluate]
-        self.recorder = recorder
+        self.devices = devices
+        self.crew = Crew.of_jax()
+        self.recorder = recorder if self.crew.leads else SilentRecorder()
         self.report = report
         self.table = group_table(run)
         self.identity = metadata | {"group_table_digest": digest(self.table.to_json())}
         self.schedule = run.schedule
-        self.store = CheckpointStore(folder, on_event=self._checkpoint_event)
+        self.store = open_store(folder, self.crew, on_event=self._checkpoint_event)
         self.completed = 0
         self.train_seconds = 0.0
         self.program_bytes = 0
@@ -207,15 +116,18 @@ class TrainingLoop:
         """Train to the end, resuming from the newest checkpoint that validates."""
         if done := finished_outcome(self.folder):
             return done
-        with exclusive(self.folder):
+        self.crew.check_agreement("run or version", digest([self.identity, versions()]))
+        with exclusive(self.folder) if self.crew.leads else contextlib.nullcontext():
             return self._attempt()
 
     def _attempt(self) -> Outcome:
         state, restored = self._restore()
         start = self.completed
-        ordinal = self._open_attempt(start, restored)
+        ordinal = self.crew.decide(lambda: self._open_attempt(start, restored))
         reason = "failed"
-        tracker = Tracker(self.folder, attempt=ordinal, start_row=start)
+        tracker: MetricLog = SilentTracker()
+        if self.crew.leads:
+            tracker = Tracker(self.folder, attempt=ordinal, start_row=start)
         try:
             with stop_requests() as self._stop_requested:
                 state = self._train(state, tracker, ordinal)
@@ -227,6 +139,12 @@ class TrainingLoop:
         except PortolanError as error:
             reason = error.message
             raise
+        except RuntimeError as error:
+            lost = peer_loss(error, self.crew)
+            if lost is None:
+                raise
+            reason = lost.message
+            raise lost from error
         finally:
             tracker.close()
             self._close_attempt(ordinal, start, restored, reason)
@@ -240,15 +158,21 @@ class TrainingLoop:
             resumed=ordinal > 1,
             program_bytes=self.program_bytes,
         )
-        write_json_atomic(self.folder / FINISHED, dataclasses.asdict(outcome))
+        if self.crew.leads:
+            write_json_atomic(self.folder / FINISHED, dataclasses.asdict(outcome))
         return outcome
 
     def _restore(self) -> tuple[TrainState, str]:
-        template = initial_state(self.run, self.table)
+        if self.devices is None:
+            template = initial_state(self.run, self.table)
+        else:
+            template = self.devices.initial_state(self.run, self.table)
         found = self.store.restore(expected_metadata=self.identity)
         if found is None:
             return template, "fresh"
         arrays, metadata = found
+        if self.devices is not None:
+            arrays = self.devices.put_state(template, arrays)
         restored = self.store.restored
         assert restored is not None
         self.completed = int(metadata["completed"])
@@ -274,23 +198,27 @@ class TrainingLoop:
     def _open_attempt(self, start: int, restored: str) -> int:
         num_notes = len(list(self.folder.glob("attempt-*.json")))
         ordinal = 1 + max(num_notes, self.recorder.last_attempt(self.run.run_id))
-        content = {"ordinal": ordinal, "start": start, "restored_from": restored, "end": None}
-        write_json_atomic(self.folder / f"attempt-{ordinal}.json", content)
+        content = self._attempt_note(ordinal, start, restored)
+        write_json_atomic(self.folder / f"attempt-{ordinal}.json", content | {"end": None})
         self.recorder.attempt_started(self.run.run_id, ordinal, start, restored)
+        if self.devices is not None:
+            text = f"{self.devices} in {self.crew.size} processes"
+            self.recorder.event(self.run.run_id, "decision", start, text)
         return ordinal
 
+    def _attempt_note(self, ordinal: int, start: int, restored: str) -> dict[str, Any]:
+        note = {"ordinal": ordinal, "start": start, "restored_from": restored}
+        return note | ({"mesh": self.devices.sizes} if self.devices else {})
+
     def _close_attempt(self, ordinal: int, start: int, restored: str, reason: str) -> None:
-        content = {
-            "ordinal": ordinal,
-            "start": start,
-            "restored_from": restored,
-            "end": self.completed,
-            "reason": reason,
-        }
+        if not self.crew.leads:
+            return
+        content = self._attempt_note(ordinal, start, restored)
+        content |= {"end": self.completed, "reason": reason}
         write_json_atomic(self.folder / f"attempt-{ordinal}.json", content)
         self.recorder.attempt_ended(self.run.run_id, ordinal, self.completed, reason)
 
-    def _train(self, state: TrainState, tracker: Tracker, ordinal: int) -> TrainState:
+    def _train(self, state: TrainState, tracker: MetricLog, ordinal: int) -> TrainState:
         run = self.run
         saves = SaveSchedule(
             run.num_updates,
@@ -303,20 +231,19 @@ class TrainingLoop:
         return state
 
     def _train_stage(
-        self, state: TrainState, saves: SaveSchedule, tracker: Tracker, ordinal: int
+        self, state: TrainState, saves: SaveSchedule, tracker: MetricLog, ordinal: int
     ) -> TrainState:
         """Updates until rows have another length, or the run ends; the state goes on as it is."""
         self.stage = self.run.at(self.completed)
         self.evaluators = self._evaluators()
         step = make_train_step(
-            self.stage, self.table, resolve_compute_dtype(self.run.compute_dtype)
+            self.stage, self.table, resolve_compute_dtype(self.run.compute_dtype), self.devices
         )
         marks = self.run.evaluation_steps()
         self._compile(step, state)
-        end = self.run.stage_end(self.completed)
-        for index, batch in self.data.batches(self.completed, end):
+        for index, batch in self._batches():
             begin = time.monotonic()
-            state, metrics = step(state, Batch(*batch), self.rates(index))
+            state, metrics = step(state, batch, self.rates(index))
             metrics = jax.device_get(metrics)
             if not metrics["finite"]:
                 self._stop_diverged(state, metrics, ordinal, tracker)
@@ -324,16 +251,31 @@ class TrainingLoop:
             self.completed = index + 1
             self.train_seconds += seconds
             self._check_norms(metrics)
+            self._check_replicas(state)
             self._log(tracker, index, metrics, seconds)
             evaluation = None
             if self.completed in marks:
                 evaluation = self._evaluate(state, ordinal, tracker)
             self._report(metrics, evaluation)
-            if self._stop_requested():
+            stop, kind = self.crew.tell([self._stop_requested(), saves.due(self.completed)])
+            if stop:
                 self._save(state, "temporary", ordinal, tracker)
                 raise KeyboardInterrupt
-            self._save_if_due(state, saves, ordinal, tracker)
+            if kind is not None and self.completed < self.run.num_updates:
+                self._save_scheduled(state, kind, saves, ordinal, tracker)
         return state
+
+    def _batches(self) -> Iterator[tuple[int, Batch]]:
+        """The batches of this stage from the next update on, where the devices want them."""
+        start, end = self.completed, self.run.stage_end(self.completed)
+        if self.devices is None:
+            for index, batch in self.data.batches(start, end):
+                yield index, Batch(*batch)
+            return
+        sequences = self.stage.batch_sequences
+        rows = self.devices.own_rows(sequences)
+        for index, batch in self.data.batches(start, end, rows=rows):
+            yield index, self.devices.put_batch(batch, sequences)
 
     def _evaluators(self) -> list[HeldOutEvaluator]:
         """The evaluation of the first packing with the model in force, and that of long rows."""
@@ -347,9 +289,13 @@ class TrainingLoop:
         shape = (self.stage.batch_sequences, self.stage.config.sequence_length)
         tokens = np.zeros(shape, np.int32)
         batch = Batch(tokens, tokens, np.zeros(shape, np.float32))  # type: ignore[arg-type]
+        if self.devices is not None:
+            own = self.devices.own_rows(shape[0])
+            batch = self.devices.put_batch([rows[own] for rows in batch], shape[0])
         programs = step.lower(state, batch, self.rates(self.completed))
         evaluations = [e.lower(state.params, state.beta) for e in self.evaluators]
         sizes = compile_programs([*programs, *evaluations])[: len(programs)]
+        self.crew.wait("compiled", COMPILE_SECONDS)
         self.program_bytes = max(self.program_bytes, *sizes)
 
     def rates(self, index: int) -> Rates:
@@ -362,7 +308,7 @@ class TrainingLoop:
             start=settings.decay_start,
         )
 
-    def _log(self, tracker: Tracker, row: int, metrics: dict, seconds: float) -> None:
+    def _log(self, tracker: MetricLog, row: int, metrics: dict, seconds: float) -> None:
         values = {key: float(metrics[key]) for key in metrics if key.startswith("train/")}
         for name, rate in zip(("hyperball", "adam", "decay"), self.rates(row), strict=True):
             values[f"rate/{name}"] = float(rate)
@@ -373,6 +319,7 @@ class TrainingLoop:
         device = jax.devices()[0].device_kind
         if found := utilisation(self.stage.config, tokens_per_second, jax.device_count(), device):
             values["throughput/mfu"] = found.value
+        values |= self._drops(metrics)
         last = row == self.run.num_updates - 1
         if row % self.run.norm_interval_steps == 0 or last:
             for key, value in metrics.items():
@@ -381,6 +328,19 @@ class TrainingLoop:
                 elif key.startswith("router/"):
                     values |= {f"{key}/{layer}": float(v) for layer, v in enumerate(value)}
         tracker.log(row, values)
+
+    def _drops(self, metrics: dict) -> dict[str, float]:
+        """What limits on rows cut off in this update, over all layers and devices."""
+        if "router/sender_dropped" not in metrics:
+            return {}
+        assert self.devices is not None
+        config, batch = self.stage.config, self.stage.batch_sequences
+        counts = ("sender_dropped", "receiver_dropped", "padding_skipped")
+        drops = Drops(*(metrics[f"router/{name}"] for name in counts))
+        per_layer = batch * config.sequence_length * config.experts_per_token
+        transport = self.devices.spread(config, batch).exchange("float32").transport
+        valid = per_layer - int(drops.skipped[0])
+        return total_drops(drops, transport, valid, per_layer).metrics()
 
     def _report(self, metrics: dict, evaluation: float | None) -> None:
         now = time.monotonic()
@@ -400,13 +360,10 @@ class TrainingLoop:
             )
         )
 
-    def _save_if_due(
-        self, state: TrainState, saves: SaveSchedule, ordinal: int, tracker: Tracker
+    def _save_scheduled(
+        self, state: TrainState, kind: str, saves: SaveSchedule, ordinal: int, tracker: MetricLog
     ) -> None:
-        """Save when the schedule asks; a failed save is tried again later and training goes on."""
-        kind = saves.due(self.completed)
-        if kind is None or self.completed == self.run.num_updates:
-            return
+        """A failed save is tried again later and training goes on."""
         try:
             self._save(state, kind, ordinal, tracker)
             saves.marked(self.completed, kind)
@@ -417,7 +374,7 @@ class TrainingLoop:
                 markup=False,
             )
 
-    def _save(self, state: TrainState, kind: str, ordinal: int, tracker: Tracker) -> Any:
+    def _save(self, state: TrainState, kind: str, ordinal: int, tracker: MetricLog) -> Any:
         tracker.flush_segment()
         metadata = self.identity | {
             "completed": self.completed,
@@ -434,7 +391,7 @@ class TrainingLoop:
             self.recorder.checkpoint_saved(self.run.run_id, saved)
         return saved
 
-    def _evaluate(self, state: TrainState, ordinal: int, tracker: Tracker) -> float:
+    def _evaluate(self, state: TrainState, ordinal: int, tracker: MetricLog) -> float:
         """Log every held-out metric; returns the headline."""
         found: dict[str, float] = {}
         for evaluate in self.evaluators:
@@ -448,7 +405,7 @@ class TrainingLoop:
         return found[HEADLINE]
 
     def _stop_diverged(
-        self, state: TrainState, metrics: dict, ordinal: int, tracker: Tracker
+        self, state: TrainState, metrics: dict, ordinal: int, tracker: MetricLog
     ) -> None:
         tracker.log(self.completed, {k: float(metrics[k]) for k in ("train/loss", GLOBAL_NORM)})
         name = "loss" if not math.isfinite(metrics["train/loss"]) else "gradient or router state"
@@ -469,6 +426,19 @@ class TrainingLoop:
                 f"{error.message}; {text}",
                 remedy=f"lower optimizer.rate_multiplier if it was raised; else {error.remedy}",
             ) from None
+
+    def _check_replicas(self, state: TrainState) -> None:
+        """Every so often, stop a run whose copies of a parameter are no longer equal."""
+        if self.devices is None or self.completed % REPLICA_CHECK_STEPS:
+            return
+        if differing := differing_leaves(state.params, self.devices.mesh):
+            text = f"copies of {differing[0]} differ between devices after {self.completed} updates"
+            self.recorder.event(self.run.run_id, "incident", self.completed, text)
+            raise TrainingDiverged(
+                f"{text}, and of {len(differing) - 1} other parameters",
+                remedy="a device or link computes wrongly: replace it and run again, which goes on "
+                "from the newest checkpoint",
+            )
 
     def _report_divergence(self, text: str, saved: str) -> NoReturn:
         self.recorder.event(self.run.run_id, "incident", self.completed, text)

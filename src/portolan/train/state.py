@@ -71,6 +71,7 @@ class RunSettings:
     stages: tuple[Stage, ...] = ()
     horizon_events: tuple[HorizonEvent, ...] = ()
     data_changes: tuple[tuple[int, str], ...] = ()
+    offload_carries: bool = False
 
     def __post_init__(self) -> None:
         """Refuse stages out of order, or with another number of tokens an update."""
@@ -168,10 +169,20 @@ def group_table(run: RunSettings) -> GroupTable:
 
 def initial_state(run: RunSettings, table: GroupTable) -> TrainState:
     """Fresh parameters, empty moments, beta = 0."""
-    params = transformer.init(run.config, run.seed)
+    return state_of(transformer.init(run.config, run.seed), run, table)
+
+
+def state_of(params: Any, run: RunSettings, table: GroupTable) -> TrainState:
+    """The state of a run that starts with `params`."""
     beta = jnp.zeros((run.config.num_layers, run.config.num_balance_biases), jnp.float32)
     opt = init_state(params, table=table, settings=run.optimizer)
     return TrainState(params=params, opt=opt, beta=beta)
+
+
+def abstract_state(run: RunSettings, table: GroupTable) -> TrainState:
+    """Shapes and types of the state of a run; nothing is allocated."""
+    shapes = transformer.abstract(run.config)
+    return jax.eval_shape(lambda params: state_of(params, run, table), shapes)
 
 
 def flatten_state(state: TrainState) -> dict[str, Any]:

@@ -4,6 +4,8 @@ Two programs, not one: together they took the CPU compiler 65 s at width 64, apa
 """
 
 import functools
+import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,19 +14,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from portolan.errors import UsageError
 from portolan.model import transformer
 from portolan.optim.groups import GroupTable
 from portolan.optim.hyperball import build_step
 from portolan.optim.norms import gradient_norms, parameter_norms
 from portolan.optim.schedule import Rates
 from portolan.optim.settings import OptimizerSettings
+from portolan.optim.sharding import Layout
+from portolan.parallel.spread import Spread
 from portolan.shapes import ModelConfig, Remat
+from portolan.train.devices import Devices
 from portolan.train.programs import seal_programs
-from portolan.train.state import RunSettings, TrainState
+from portolan.train.state import RunSettings, TrainState, abstract_state
 from portolan.tree import flatten_paths
 
 NUM_KEPT_PROGRAMS = 8
 """Of each kind in one process: a ladder comes back to a width with every seed."""
+OVERLAP_FLAG = re.compile(r"--xla_gpu_experimental_parallel_collective_overlap_limit=(\d+)")
+STACK_AXES = ("data", "context", "expert", "model")
+"""Axes that share the matrices of a stack for Newton-Schulz; every replica repeats it."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +64,78 @@ class TrainStep:
         ]
 
 
-def make_train_step(run: RunSettings, table: GroupTable, compute_dtype: Any) -> TrainStep:
-    """The update of a run, jitted; runs that differ in seed, data or rates share its programs."""
-    objective = Objective(run.config, jnp.dtype(compute_dtype), run.z_weight, run.remat)
-    return TrainStep(_gradient_program(objective), _update_program(table, run.optimizer))
+def make_train_step(
+    run: RunSettings, table: GroupTable, compute_dtype: Any, devices: Devices | None = None
+) -> TrainStep:
+    """The update of a run, jitted; runs that differ in seed, data or rates share its programs.
+
+    `devices` are those of a mesh; without them all of it is on one.
+    """
+    spread = devices and devices.spread(run.config, run.batch_sequences)
+    if run.offload_carries:
+        refuse_overlap(os.environ.get("XLA_FLAGS", ""))
+    objective = Objective(
+        run.config, jnp.dtype(compute_dtype), run.z_weight, run.remat, run.offload_carries, spread
+    )
+    if devices is None:
+        return TrainStep(_gradient_program(objective), _update_program(table, run.optimizer))
+    placed = devices.state_shardings(abstract_state(run, table))
+    return TrainStep(
+        _gradient_program_on(objective, devices), _update_program_on(table, run.optimizer, placed)
+    )
 
 
 @functools.lru_cache(NUM_KEPT_PROGRAMS)
 def _gradient_program(objective: "Objective") -> Any:
-    options = transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
-    return jax.jit(objective.gradients, compiler_options=options)
+    return jax.jit(objective.gradients, compiler_options=_compiler_options())
 
 
 @functools.lru_cache(NUM_KEPT_PROGRAMS)
 def _update_program(table: GroupTable, settings: OptimizerSettings) -> Any:
     return jax.jit(_update_function(table, settings), donate_argnums=0)
+
+
+def _gradient_program_on(objective: "Objective", devices: Devices) -> Any:
+    params = devices.parameter_shardings(transformer.abstract(objective.config))
+    rows: Any = transformer.Batch(*[devices.rows] * 3)  # type: ignore[arg-type]
+    return jax.jit(
+        objective.gradients,
+        compiler_options=_compiler_options(),
+        in_shardings=(params, devices.everywhere, rows),
+        out_shardings=(devices.everywhere, devices.everywhere, params),
+    )
+
+
+def _update_program_on(table: GroupTable, settings: OptimizerSettings, placed: Any) -> Any:
+    everywhere = placed.beta
+    specs = {path: leaf.spec for path, leaf in flatten_paths(placed.params).items()}
+    layout = Layout(everywhere.mesh, specs, stack_axes=STACK_AXES)
+    return jax.jit(
+        _update_function(table, settings, layout),
+        donate_argnums=0,
+        in_shardings=(placed, placed.params, everywhere, everywhere, None),
+        out_shardings=(placed, everywhere),
+    )
+
+
+def refuse_overlap(flags: str) -> None:
+    """Refuse carries in host memory beside overlapping collectives.
+
+    A reloaded carry then races its reader and training is silently wrong (marin #8753).
+
+    Raises:
+        UsageError: names the flag.
+    """
+    found = OVERLAP_FLAG.search(flags)
+    if found and int(found.group(1)) > 1:
+        raise UsageError(
+            f"train.offload_carries with {found.group(0)} in XLA_FLAGS trains wrongly",
+            remedy="set that limit to 1, or train.offload_carries = false",
+        )
+
+
+def _compiler_options() -> dict[str, str] | None:
+    return transformer.CPU_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None
 
 
 def compile_programs(lowered: Sequence[Any]) -> list[int]:
@@ -99,27 +165,30 @@ class Objective:
     compute_dtype: jnp.dtype
     z_weight: float
     remat: Remat
+    offload_carries: bool = False
+    spread: Spread | None = None
 
     def gradients(self, params: Any, beta: jax.Array, batch: transformer.Batch) -> tuple:
         """The loss, its parts and new router state, and the gradient of all parameters."""
 
-        def loss(params: Any) -> tuple[jax.Array, transformer.LossAux]:
-            return transformer.loss(
-                params,
-                beta,
-                batch,
-                self.config,
-                compute_dtype=self.compute_dtype,
-                z_weight=self.z_weight,
-                remat=self.remat,
-            )
-
-        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        settings: dict[str, Any] = {
+            "compute_dtype": self.compute_dtype,
+            "z_weight": self.z_weight,
+            "remat": self.remat,
+            "offload_carries": self.offload_carries,
+        }
+        if self.spread is None:
+            loss = functools.partial(transformer.loss, config=self.config, **settings)
+        else:
+            loss = self.spread.loss(**settings)
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, beta, batch)
         return value, aux, grads
 
 
-def _update_function(table: GroupTable, settings: OptimizerSettings) -> Callable:
-    optimize = build_step(table, settings)
+def _update_function(
+    table: GroupTable, settings: OptimizerSettings, layout: Layout | None = None
+) -> Callable:
+    optimize = build_step(table, settings, layout=layout)
 
     def update(
         state: TrainState, grads: Any, loss: jax.Array, aux: transformer.LossAux, rates: Rates

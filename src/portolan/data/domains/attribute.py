@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,8 @@ def centroid_schema(dimension: int) -> pa.Schema:
     )
 
 
-@dataclass(frozen=True)
-class DomainFit:
-    """A fit of domains: the folder holds its centroids, its sampled documents, its statistics."""
-
-    folder: Path
-    manifest: Mapping[str, Any]
-
-    @property
-    def key(self) -> str:
-        """Key of the stage."""
-        return self.manifest["key"]
+class DomainFit(Dataset):
+    """A fit of domains: its centroids, its sampled documents, and in the manifest statistics."""
 
     @property
     def num_domains(self) -> int:

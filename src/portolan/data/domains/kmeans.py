@@ -21,6 +21,7 @@ CENTROID_SCALE = 32767
 BLOCK_PRODUCTS, MAX_BLOCK_ROWS = 1 << 24, 1 << 13
 SUM_BLOCK_ROWS = 1 << 14
 ROUNDING_ALLOWANCE = 1e-5
+MAX_INT64 = 1 << 63
 Codes = NDArray[np.int8]
 Centroids = NDArray[np.int16]
 
@@ -92,6 +93,8 @@ def cluster_sums(codes: Codes, labels: NDArray[np.int32], k: int) -> NDArray[np.
 
 def lengths_of(sums: NDArray[np.int64]) -> NDArray[np.float64]:
     """Euclidean length of every row, its squares summed without rounding."""
+    if int(np.abs(sums).max(initial=0)) ** 2 * sums.shape[1] < MAX_INT64:
+        return np.sqrt(np.einsum("kd,kd->k", sums, sums).astype(np.float64))
     squares = sums.astype(np.float64) ** 2
     return np.array([math.sqrt(math.fsum(row)) for row in squares])
 

@@ -15,14 +15,13 @@ from portolan.data.domains.attribute import SAMPLE_DOMAINS, DomainFit
 from portolan.data.domains.coherence import TRIAL_DOCUMENTS, coherence, make_trials
 from portolan.data.embedding.sampling import FITS, Sample
 from portolan.data.embedding.words import separate_words
-from portolan.data.engine import Dataset
 from portolan.errors import UsageError
 from portolan.files import read_json
 from portolan.settings import Settings
 
-VERSION = 1
+VERSION = 2
 NUM_KEYWORDS, LABEL_KEYWORDS = 10, 3
-MAX_DOCUMENTS, MAX_CHARACTERS, MIN_DOCUMENTS = 1000, 10_000, 3
+MAX_DOCUMENTS, MAX_CHARACTERS, MIN_DOCUMENTS, SPECIFICITY = 1000, 10_000, 3, 4
 COHERENCE_TRIALS = 100
 _NAMEABLE = re.compile(r"[^\W\d_]{3,}")
 
@@ -58,34 +57,38 @@ class LabelFile(Settings):
 def keywords(
     texts: Mapping[int, Sequence[str]], number: int = NUM_KEYWORDS
 ) -> dict[int, list[str]]:
-    """The words of each domain with the largest p ln(1 + A / f) ln(p / q).
+    """The words that are a domain's own, those with the largest p ln(1 + A / f) first.
 
-    p is the word's share of the domain's words, q its share of all, f its count in all, A the mean
-    number of words a domain; the last factor keeps out words that are common everywhere. A word
-    has at least 3 letters and nothing else, and stands in 3 documents of the domain. Ties in order
-    of the words.
+    p is the word's share of the domain's words, f its count in all, A the mean number of words a
+    domain. Its own are words of at least 3 letters and nothing else that stand in 3 of its
+    documents, and in at least 4 times as large a share of them as of the documents of the other
+    domains on average: words of grammar differ in how often they are said, but stand in most
+    documents everywhere. Ties in order of the words.
     """
     counts: dict[int, Counter[str]] = {}
-    holders: dict[int, Counter[str]] = {}
+    shares: dict[int, dict[str, float]] = {}
     for domain, of_domain in texts.items():
-        counts[domain], holders[domain] = Counter(), Counter()
+        counts[domain], holders = Counter(), Counter[str]()
         for text in of_domain:
             words = Counter(_nameable_words(text))
             counts[domain].update(words)
-            holders[domain].update(words.keys())
+            holders.update(words.keys())
+        shares[domain] = {word: held / len(of_domain) for word, held in holders.items()}
     everywhere: Counter[str] = Counter()
-    for of_domain in counts.values():
+    total_shares: Counter[str] = Counter()
+    for domain, of_domain in counts.items():
         everywhere.update(of_domain)
-    whole = everywhere.total()
+        total_shares.update(shares[domain])
+    mean_words, others = everywhere.total() / max(1, len(counts)), max(1, len(counts) - 1)
     chosen = {}
     for domain, of_domain in counts.items():
-        size, needed = of_domain.total(), min(MIN_DOCUMENTS, len(texts[domain]))
+        size, documents = of_domain.total(), len(texts[domain])
         scores = {}
-        for word, count in of_domain.items():
-            if holders[domain][word] >= needed:
-                rarity = math.log1p(whole / len(counts) / everywhere[word])
-                lift = math.log(count / size * whole / everywhere[word])
-                scores[word] = count / size * rarity * lift
+        for word, share in shares[domain].items():
+            is_held = round(share * documents) >= min(MIN_DOCUMENTS, documents)
+            if is_held and share >= SPECIFICITY * (total_shares[word] - share) / others:
+                rarity = math.log1p(mean_words / everywhere[word])
+                scores[word] = of_domain[word] / size * rarity
         chosen[domain] = sorted(scores, key=lambda word: (-scores[word], word))[:number]
     return chosen
 
@@ -99,7 +102,7 @@ def sampled_texts(sample: Sample, fit: DomainFit) -> dict[int, list[str]]:
     """First 10,000 characters of the 1,000 sampled documents of each domain with smallest ids."""
     wanted: dict[tuple[str, str], int] = {}
     by_domain: dict[int, list[tuple[str, str]]] = {}
-    for table in Dataset.open(fit.folder).read(SAMPLE_DOMAINS):
+    for table in fit.read(SAMPLE_DOMAINS):
         for row in table.select(["id", "source", "domain"]).to_pylist():
             by_domain.setdefault(row["domain"], []).append((row["id"], row["source"]))
     for domain, places in by_domain.items():
@@ -119,6 +122,8 @@ def label_domains(
 ) -> list[DomainLabel]:
     """A label for every domain: from `labels_file` where it has one, else its first 3 keywords.
 
+    A domain without a word of its own has an empty label.
+
     Labels are for people: no key depends on them. The words, and how coherent the domains are by
     the intruder test, are found once and kept beside the fit. Memory: 1,000 documents a domain.
 
@@ -129,6 +134,7 @@ def label_domains(
         "keywords": NUM_KEYWORDS,
         "documents": MAX_DOCUMENTS,
         "characters": MAX_CHARACTERS,
+        "specificity": SPECIFICITY,
         "trials": COHERENCE_TRIALS,
     }
     stage = Stage("keywords", VERSION, params, (fit.key,))

@@ -46,17 +46,8 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class ScorerFit:
-    """A fitted scorer: the folder holds its weights and its scores of held-out labels."""
-
-    folder: Path
-    manifest: Mapping[str, Any]
-
-    @property
-    def key(self) -> str:
-        """Key of the stage."""
-        return self.manifest["key"]
+class ScorerFit(Dataset):
+    """A fitted scorer: its weights and its scores of held-out labels."""
 
     @property
     def gates(self) -> Gates:
@@ -65,7 +56,7 @@ class ScorerFit:
 
     def held_out(self) -> pa.Table:
         """Labels with raw scores of fits that did not see them."""
-        return pa.concat_tables(Dataset.open(self.folder).read(HELD_OUT))
+        return pa.concat_tables(self.read(HELD_OUT))
 
 
 @dataclass(frozen=True)

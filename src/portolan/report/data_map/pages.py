@@ -39,6 +39,8 @@ DECONTAMINATION = Page("decontamination.html", "Decontamination", "Decontaminati
 MIXTURE = Page("mixture.html", "Mixture", "Mixture")
 PROVENANCE = Page("provenance.html", "Provenance", "Provenance and licences")
 STAGES = Page("stages.html", "Stages", "Stages of curation")
+QUOTING = (OVERVIEW, PAIRS, DECONTAMINATION)
+"""Pages that quote documents of the corpus."""
 
 Rendered = tuple[Page, str, str, str]
 """Page, its HTML, its headline number and what the number counts, for the index."""
