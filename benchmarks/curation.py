@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from common import claim, main, report, row
+from threadpoolctl import threadpool_limits
 
 from portolan.curation_settings import FuzzySettings, ReviewedLoss
 from portolan.data.dedup import NormalizedSource, find_duplicates
@@ -60,6 +61,8 @@ HAS_PEERS = "import datasketch, datatrove, spacy, rensa, faiss, pyarrow"
 INSTALLED = ("stdlib-sources", "stdlib-tests", "package-sources")
 PIECE_CHARACTERS, SHORT_PIECE_CHARACTERS, MIN_CHARACTERS = 4000, 1000, 200
 PLANTED_SHARE, SEED = 0.1, 0
+CONTAINMENT = 0.75
+"""What the public run used: more is removed, and verified, than by default."""
 DATATROVE_SHARE = 0.1
 ROWS_A_GROUP = 8192
 EMBEDDED_DIMENSION, ITERATIONS = 256, 20
@@ -116,13 +119,17 @@ def write_source(corpus: Path, key: str, texts: Sequence[str]) -> NormalizedSour
     return NormalizedSource(key, folder, manifest)
 
 
-def remove_ours(folder: Path, texts: Sequence[str], signature: Any = "rensa") -> dict[str, Any]:
+def remove_ours(
+    folder: Path, texts: Sequence[str], signature: Any = "rensa", containment: float = CONTAINMENT
+) -> dict[str, Any]:
     """Our removal, signatures to evidence: seconds of processor time, and the ids removed."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         corpus = Path(name)
         source = write_source(corpus, "a", texts)
         review = ReviewedLoss(source="a", reason="planted", reviewer="benchmark", max_loss=1)
-        settings = FuzzySettings(signature=signature, containment=0.75, reviewed_losses=(review,))
+        settings = FuzzySettings(
+            signature=signature, containment=containment, reviewed_losses=(review,)
+        )
         begin = time.process_time()
         found = find_near_duplicates(Engine(), [source], [], settings, corpus)
         seconds = time.process_time() - begin
@@ -179,19 +186,26 @@ def measure_near_duplicates(
             rows.append(row(f"near-duplicates, {name}", rate(results), "documents/s"))
             rows.append(row(f"removed by {name}", results[0]["removed"], "documents"))
             claims.append(claim(f"speed over {name}", ratio, "x", f">= {target}", ratio >= target))
-    reference = remove_ours(folder, texts, "reference")
-    same = 1 - len(removed ^ reference["ids"]) / reference["documents"]
+    for containment in (FuzzySettings().containment, CONTAINMENT):
+        default, reference = (
+            remove_ours(folder, texts, signature, containment)
+            for signature in ("rensa", "reference")
+        )
+        same = 1 - len(default["ids"] ^ reference["ids"]) / reference["documents"]
+        name = f"documents both signatures treat alike at containment {containment}"
+        claims.append(claim(name, 100 * same, "%", ">= 99", same >= 0.99))
     rows.append(row("with reference signatures", rate([reference]), "documents/s"))
-    claims.append(
-        claim("documents both signatures treat alike", 100 * same, "%", ">= 99", same >= 0.99)
-    )
     return rows, claims
 
 
 def measure_flatness(folder: Path, few: int, many: int) -> tuple[list[Any], list[Any]]:
-    """Time a document of a corpus and of one ten times (quick: four times) as large."""
-    texts = make_documents(many, SHORT_PIECE_CHARACTERS)
-    small, large = remove_ours(folder, texts[:few]), remove_ours(folder, texts)
+    """Time a document of a corpus and of one ten times (quick: four times) as large.
+
+    Each has its own planted copies: a part of the large one would hold copies without originals.
+    """
+    small, large = (
+        remove_ours(folder, make_documents(count, SHORT_PIECE_CHARACTERS)) for count in (few, many)
+    )
     ratio = rate([small]) / rate([large])
     rows = [
         row(f"near-duplicates, {found['documents']:,} documents", rate([found]), "documents/s")
@@ -218,7 +232,11 @@ def measure_exact(folder: Path, count: int) -> float:
 def measure_kmeans(
     folder: Path, count: int, python: Path | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Spherical k-means of document vectors from the same start, both single-threaded or summed."""
+    """Spherical k-means of document vectors from the same start, both on one thread.
+
+    Rounding leads the two to different optima, so ours goes on until its loss is that of 20
+    iterations of faiss, at most twice as long; the time is that of the iterations it needs.
+    """
     texts = make_documents(count)
     features = HashedFeatures().count(texts)
     weights = weights_of_features(count, np.asarray((features > 0).sum(axis=0)).ravel())
@@ -227,27 +245,42 @@ def measure_kmeans(
     ids = [f"{number:08d}" for number in range(len(codes))]
     start = codes[initial_rows(ids, len(codes) // 64, SEED, 0)].astype(np.int64)
     centroids = round_centroids(start, lengths_of(start))
-    begin = time.process_time()
-    found = fit_once(codes, centroids, ITERATIONS)
-    seconds = time.process_time() - begin
+    theirs = cluster_with_faiss(folder, python, codes, centroids) if python else None
+    with threadpool_limits(1):
+        needed = ITERATIONS
+        if theirs:
+            losses = fit_once(codes, centroids, 2 * ITERATIONS).losses
+            reached = [i for i, loss in enumerate(losses) if loss <= theirs["loss"]]
+            needed = reached[0] if reached else len(losses) - 1
+        begin = time.process_time()
+        found = fit_once(codes, centroids, needed)
+        seconds = time.process_time() - begin
     rows = [row(f"k-means, {len(codes):,} x {len(start)}, ours", seconds, "s")]
+    rows.append(row("k-means, iterations, ours", len(found.losses) - 1, ""))
     rows.append(row("k-means, loss a row, ours", found.losses[-1] / len(codes), ""))
-    if not python:
+    if not theirs:
         return rows, []
+    rows.append(row(f"k-means, {ITERATIONS} iterations, faiss", theirs["seconds"], "s"))
+    rows.append(row("k-means, loss a row, faiss", theirs["loss"] / len(codes), ""))
+    ratio, excess = seconds / theirs["seconds"], found.losses[-1] / theirs["loss"]
+    return rows, [
+        claim("k-means: time over faiss", ratio, "x", "<= 2.5", ratio <= 2.5),
+        claim("k-means: loss over faiss", excess, "x", "<= 1.0001", excess <= 1.0001),
+    ]
+
+
+def cluster_with_faiss(
+    folder: Path, python: Path, codes: np.ndarray, centroids: np.ndarray
+) -> dict[str, float]:
+    """Seconds and loss of faiss from the same centroids."""
     np.save(folder / "rows.npy", dequantize(codes).astype(np.float32))
     np.save(folder / "start.npy", (centroids / 32767).astype(np.float32))
     command = [str(python), str(WORKERS / "faiss_kmeans.py"), str(folder), str(ITERATIONS)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    theirs = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    sums = cluster_sums(codes, np.load(folder / "labels.npy").astype(np.int32), len(start))
-    loss = len(codes) - step_size(codes.shape[1]) * float(lengths_of(sums).sum())
-    rows.append(row("k-means, faiss", theirs, "s"))
-    rows.append(row("k-means, loss a row, faiss", loss / len(codes), ""))
-    excess = found.losses[-1] / loss
-    return rows, [
-        claim("k-means: time over faiss", seconds / theirs, "x", "<= 2.5", seconds <= 2.5 * theirs),
-        claim("k-means: loss over faiss", excess, "x", "<= 1.0001", excess <= 1.0001),
-    ]
+    seconds = json.loads(done.stdout.splitlines()[-1])["seconds"]
+    sums = cluster_sums(codes, np.load(folder / "labels.npy").astype(np.int32), len(centroids))
+    lengths = float(lengths_of(sums).sum())
+    return {"seconds": seconds, "loss": len(codes) - step_size(codes.shape[1]) * lengths}
 
 
 def find_peers(python: Path | None) -> Path | None:

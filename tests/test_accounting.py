@@ -226,3 +226,69 @@ def test_unknown_peak_gives_no_utilisation():
 )
 def test_device_names(device, peak):
     assert accounting.peak_flops_per_second(device) == peak
+
+
+def section_nine_terms(config):
+    """Forward FLOPs of one token by term, written out as in parallel.md 9."""
+    layers, width, heads, size = (
+        config.num_layers, config.width, config.num_heads, config.head_dim,
+    )  # fmt: skip
+    num_global = layers // config.global_every
+    spans = [config.sequence_length] * num_global
+    spans += [min(config.sequence_length, config.window)] * (layers - num_global)
+    kv_heads = [config.num_kv_heads_global] * num_global
+    kv_heads += [config.num_kv_heads_local] * (layers - num_global)
+    inner = config.latent_width * config.expert_width * config.experts_per_token
+    return {
+        "routed": layers * 6 * inner,
+        "shared": layers * 6 * width * config.shared_width * config.num_shared_experts,
+        "router": layers * 2 * width * config.num_experts,
+        "output": layers * 2 * width**2,
+        "latent": layers * 4 * width * config.latent_width,
+        "qkv": sum(2 * width * (heads * size + 2 * kv * size) for kv in kv_heads),
+        "attention": sum(4 * s * heads * size + 3 * s * heads for s in spans),
+        "head": 2 * width * config.vocab_size,
+    }
+
+
+def test_terms_of_the_public_convention():
+    terms = section_nine_terms(TARGET)
+    assert {name: round(value / 1e9, 3) for name, value in terms.items()} == {
+        "routed": 21.743,
+        "shared": 10.872,
+        "router": 0.226,
+        "output": 3.624,
+        "latent": 3.624,
+        "qkv": 5.209,
+        "attention": 3.038,
+        "head": 1.576,
+    }
+    assert sum(terms.values()) == forward_flops_per_token(TARGET) == 49_912_086_528
+    assert accounting.routed_flops_per_token(TARGET) == terms["routed"]
+    assert accounting.training_flops(TARGET, 1) == 149_736_259_584
+    assert accounting.training_flops(TARGET, 18 * 10**12) == pytest.approx(2.6953e24, rel=3e-5)
+
+
+def test_a_small_shape_of_the_public_convention():
+    small = dataclasses.replace(
+        TARGET,
+        **{"width": 256, "num_layers": 4, "num_heads": 2, "num_experts": 8},
+        **{"num_kv_heads_local": 1, "num_kv_heads_global": 1, "experts_per_token": 2},
+        **{"latent_width": 128, "expert_width": 128, "shared_width": 128},
+        **{"num_shared_experts": 1, "sequence_length": 512, "window": 256, "vocab_size": 1024},
+    )
+    assert forward_flops_per_token(small) == sum(section_nine_terms(small).values()) == 5_529_088
+
+
+def test_utilisation_without_dropped_rows():
+    """3.4 % of drops cost 1.48 % of MFU: the share of the routed experts times the drops."""
+    share = accounting.routed_flops_per_token(TARGET) / 49_912_086_528
+    assert share == pytest.approx(0.43563, abs=5e-6)
+    adjusted = accounting.without_dropped_rows(0.2, TARGET, 0.034)
+    assert 1 - adjusted / 0.2 == pytest.approx(0.0148, abs=5e-5)
+
+
+def test_newton_schulz_flops_by_hand():
+    # X [2, 3]: X X^T 24, its square 16, the product with X 24.
+    assert accounting.newton_schulz_flops(2, 3, 1) == 24 + 16 + 24
+    assert accounting.newton_schulz_flops(2, 3) == 5 * 64

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.model import reference
 
-from portolan.model import router
+from portolan.model import histograms, router
+from portolan.model.totals import ALL_TOKENS
 
 
 def balance(logits, bias, num_selected, num_bins, valid=None):
@@ -218,3 +219,43 @@ def test_same_integers_on_any_number_of_devices():
     lines = out.stdout.split("\n")[:4]
     assert len(lines[0]) > 100
     assert len(set(lines)) == 1
+
+
+def histogram_of(logits, threshold, num_bins):
+    valid = jnp.ones(len(logits), bool)
+    margins = router.bin_margins(logits, threshold, valid, num_bins)
+    counts = histograms.count_bins(margins.bins_TE, num_bins, ALL_TOKENS)
+    return histograms.Histogram(counts, *margins[1:]), margins
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_merged_histograms_give_beta_within_two_bins(num_parts):
+    """model.md 4: at most one old bin and one new bin beside the histogram of all margins."""
+    num_bins, selected = 64, 2
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=(240, 6)) * 2, jnp.float32)
+    routing = router.route(logits, jnp.zeros(6), selected)
+    whole, margins = histogram_of(logits, routing.threshold_T, num_bins)
+    parts = [
+        histogram_of(part, threshold, num_bins)[0]
+        for part, threshold in zip(
+            np.split(logits, num_parts), np.split(routing.threshold_T, num_parts), strict=True
+        )
+    ]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    merged = histograms.merge(stacked)
+    np.testing.assert_array_equal(merged.counts_EJ.sum(axis=1), whole.counts_EJ.sum(axis=1))
+    expected = router.update_beta(margins, selected, num_bins)
+    found = router.merged_beta(stacked, selected)
+    width = float(whole.high - whole.low) / num_bins
+    assert float(jnp.abs(found - expected).max()) <= (1e-5 if num_parts == 1 else 2 * width)
+
+
+def test_an_empty_part_adds_nothing():
+    logits = jnp.asarray(np.random.default_rng(6).normal(size=(40, 4)), jnp.float32)
+    routing = router.route(logits, jnp.zeros(4), 1)
+    full, margins = histogram_of(logits, routing.threshold_T, 32)
+    none = router.bin_margins(logits, routing.threshold_T, jnp.zeros(40, bool), 32)
+    empty = histograms.Histogram(histograms.count_bins(none.bins_TE, 32, ALL_TOKENS), *none[1:])
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), full, empty)
+    expected = router.update_beta(margins, 1, 32)
+    np.testing.assert_allclose(router.merged_beta(both, 1), expected, atol=1e-5)

@@ -1,6 +1,7 @@
 """Which transport a run gets, what is refused before compilation, and what the programs hold."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from portolan.errors import UsageError
+from portolan.model.expert_rows import SAVED_ARRIVED, SAVED_PRODUCTS, SAVED_RETURNED
 from portolan.model.kernels import assume_platform
+from portolan.model.router import SAVED_ROUTING
 from portolan.model.tree import GatedMlp
 from portolan.parallel.exchange import make_exchange
 from portolan.parallel.layout import COUNT_AXES, MESH_AXES
@@ -189,6 +192,20 @@ def test_exchanges_of_a_gradient(keys, exchange, number):
             # The counts, and again with the layer.
             assert found["all_gather"] == factor // 2 - 1
             assert found["optimization_barrier"] >= number - 1
+
+
+@pytest.mark.parametrize("keys", [{"num_chunks": 2}, {"transport": "cell", "gate": "cell"}])
+def test_no_exchange_is_repeated_where_its_rows_are_saved(keys):
+    made, mesh = make(**keys), abstract_mesh(4)
+    names = SAVED_ROUTING, SAVED_PRODUCTS, SAVED_ARRIVED, SAVED_RETURNED
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    loss, specs = sharded_loss(made, mesh, functools.partial(jax.checkpoint, policy=policy))
+    with assume_platform("cuda"):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arguments(made, mesh, specs))
+    found = count_primitives(traced.jaxpr)
+    assert found["ragged_all_to_all"] + found["all_to_all"] == 4 * 2
+    products = found["dot_general"] + found["ragged_dot_general"]
+    assert products == 9 * (2 if made.transport == "ragged" else 1)
 
 
 def test_ragged_exchange_is_never_traced_for_a_cpu():

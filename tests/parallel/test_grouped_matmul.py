@@ -85,7 +85,7 @@ def test_experts_in_rows_and_in_batches_agree_in_bfloat16():
 
     def total(rows, experts, grouped):
         if grouped:
-            out = GATED_MLP.grouped(rows.reshape(40, 16), jnp.full(4, 10, jnp.int32), experts)
+            out = GATED_MLP.grouped(rows.reshape(40, 16), jnp.full(4, 10, jnp.int32), experts, 40)
         else:
             out = GATED_MLP.batched(rows, experts).reshape(40, 16)
         return jnp.sum(out.astype(jnp.float32) ** 2), out

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from tests.parallel.vmapped import over_axes, quick_jit
 
-from portolan.parallel.capacity import Capacities, ExchangeShape, RoutingRule
+from portolan.parallel.capacity import (
+    Capacities,
+    ExchangeShape,
+    PooledCapacities,
+    RoutingRule,
+)
 from portolan.parallel.routing import (
     Updates,
     count_assignments,
@@ -17,6 +22,7 @@ from portolan.parallel.routing import (
     return_updates,
 )
 from portolan.parallel.transports.move import emulate_exchange, move, written_rows
+from portolan.parallel.transports.pooled_wave import _dispatch
 from portolan.parallel.transports.rows import combine, invert, permute, spread
 
 TOKENS, SELECTED, ROWS, WIDTH = 5, 3, 11, 4
@@ -137,6 +143,29 @@ def test_emulated_exchange_and_its_plan_swap(backwards):
     # <J v, u> = <v, J^T u>: what operand and output give is linear in both.
     both = jnp.vdot(by_plan[1], operand) + jnp.vdot(by_plan[2], out)
     np.testing.assert_allclose(both, jnp.vdot(u, by_plan[0]), rtol=1e-5)
+
+
+def test_header_of_a_pooled_payload_takes_no_gradient():
+    """The dispatch is linear in the rows alone, and its adjoint exact."""
+    shape, factor = ExchangeShape(4, 8, 12), Fraction(1)
+    capacities = PooledCapacities(shape, factor, factor, 1)
+    size = 4 * capacities.send.physical
+    rows, u = normal(4, size, WIDTH), normal(4, size, WIDTH)
+    codes = jnp.asarray(RNG.integers(0, 3, (4, size)), jnp.int32)
+
+    def shard(rows, codes, u):
+        (found, arrived), pull = jax.vjp(lambda rows: _dispatch(rows, codes, capacities), rows)
+        zero = np.zeros(found.shape, jax.dtypes.float0)
+        return found, arrived, *pull((zero, u))
+
+    found, arrived, grad = quick_jit(over_axes(shard))(rows, codes, u)
+    assert capacities.header_rows(WIDTH) == 1
+    swapped = codes.reshape(4, 4, -1).swapaxes(0, 1)
+    np.testing.assert_array_equal(found, swapped)
+    np.testing.assert_array_equal(
+        arrived, rows.reshape(4, 4, -1, WIDTH).swapaxes(0, 1).reshape(rows.shape)
+    )
+    np.testing.assert_allclose(jnp.vdot(grad, rows), jnp.vdot(u, arrived), rtol=1e-5)
 
 
 def test_mask_of_written_rows_is_exact_where_the_stock_rule_is_not():

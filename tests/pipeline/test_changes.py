@@ -112,6 +112,10 @@ def test_a_change_before_the_start_belongs_into_the_recipe(project, cli):
     assert (early.code, "plan the change in the recipe" in early.err) == (2, True)
     bad = cli("-C", project, "change", "mixture", "--weight", "prose", *REASON)
     assert (bad.code, "'prose' is not a domain and its weight" in bad.err) == (2, True)
+    twice = ("--weight", "prose=1", "--file", project / "mixtures" / "a.json")
+    for options, message in ((twice, "leave one out"), (("--phase", "end"), "give --file too")):
+        wrong = cli("-C", project, "change", "mixture", *options, *REASON)
+        assert (wrong.code, message in wrong.err) == (2, True)
 
 
 @pytest.mark.slow

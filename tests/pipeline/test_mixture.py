@@ -13,9 +13,11 @@ from tests.pipeline.tools import run_command
 from portolan.data.mixture import MixtureError, load_mixture
 from portolan.errors import UsageError
 from portolan.files import write_json_atomic
+from portolan.pipeline.changes import read_phase
 from portolan.pipeline.corpus import Corpus, find_corpus
 from portolan.pipeline.mixing import (
     epoch_prefixes,
+    phase_counts,
     readable_tokens,
     reference_tokens,
     save_mixture,
@@ -156,6 +158,26 @@ def test_each_file_that_is_not_for_this_run_is_refused(change, message, tmp_path
     changed = corpus_of(tmp_path, load_recipe(tmp_path / "recipe.toml"))
     with pytest.raises(MixtureError, match=message):
         changed.mixture(plan_width(changed.project.recipe, 32))
+
+
+def test_a_phase_of_a_file_can_change_a_run(tmp_path):
+    corpus = pocket(tmp_path, COOLDOWN)
+    recipe = corpus.project.recipe
+    mixed = corpus.mixture(plan_width(recipe, recipe.model.width)).phases[0].counts
+    moved = dict(mixed) | {"c00q1": mixed["c00q1"] - 3, "c01q4": mixed["c01q4"] + 3}
+    lattice = sum(mixed.values())
+    file = target_mixture(corpus, {"main": mixed, "cooldown": moved}, lattice, name="file")
+    file.save(tmp_path / "file.json")
+    for phase, counts in (("main", mixed), ("cooldown", moved), ("", moved)):
+        weights, origin = read_phase(corpus, tmp_path / "file.json", phase)
+        assert phase_counts(recipe, weights, TOKENS, lattice) == dict(counts)
+        assert f"{phase or 'cooldown'} of file.json, digest {file.digest[:16]}" in origin
+    with pytest.raises(UsageError, match="no phase 'end'") as caught:
+        read_phase(corpus, tmp_path / "file.json", "end")
+    assert caught.value.remedy == "use main, cooldown"
+    dataclasses.replace(file, store_digest="1" * 64).save(tmp_path / "other.json")
+    with pytest.raises(MixtureError, match="store digest"):
+        read_phase(corpus, tmp_path / "other.json", "")
 
 
 def test_a_resumed_run_keeps_the_phases_that_have_begun(tmp_path):

@@ -1,6 +1,8 @@
 """A finished project is sealed, bundled, checked by a stranger, and changed by one byte."""
 
 import json
+import posixpath
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -83,6 +85,20 @@ def test_bundle_verify_and_one_changed_byte(sealed, cli, tmp_path):
     done = cli("verify", bundle)
     assert done.code == 1 and "refused" in done.err
     assert cli("verify", tmp_path / "none.zip").code == 2
+
+
+def test_every_link_of_a_page_in_the_bundle_leads_to_a_page_in_it(sealed, cli, tmp_path):
+    bundle = tmp_path / "bundle.zip"
+    done = cli("-C", sealed, "bundle", bundle)
+    with zipfile.ZipFile(bundle) as archive:
+        held = {entry.filename: entry for entry in archive.infolist()}
+        pages = {name: archive.read(name).decode() for name in held if name.endswith(".html")}
+    assert {"site/index.html", "site/map/index.html", "site/map/domains.html"} <= pages.keys()
+    size = sum(held[name].file_size for name in pages)
+    assert f"pages in it: {len(pages)}, {size} bytes" in done.out
+    for name, page in pages.items():
+        for link in re.findall(r'href="([^":#?]+)["#?]', page):
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(name), link)) in held, name
 
 
 def test_reach_and_witness_of_a_project(sealed, cli, tmp_path):

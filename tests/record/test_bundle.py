@@ -9,12 +9,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.record.sealed import fill, sealed
+from tests.record.sealed import draft, fill, sealed
 
 from portolan.errors import PortolanError, UsageError
 from portolan.record.bundle import write_bundle
 from portolan.record.bundle_verify import verify_bundle
 from portolan.record.journal import Journal
+from portolan.record.licences import LicenceRow
+from portolan.record.seal import write_seal
 from portolan.record.signing import verify_envelope
 
 
@@ -51,6 +53,30 @@ def test_content_and_determinism(bundle, journal, tmp_path):
     assert not any("key" in name or ".portolan" in name for name in held)
     write_bundle(journal.folder.parent, tmp_path / "again.zip", Journal.open(journal.folder))
     assert (tmp_path / "again.zip").read_bytes() == bundle.read_bytes()
+
+
+QUOTING = {"site/map/pairs.html"}
+
+
+@pytest.mark.parametrize("access", ["public", "metadata_only", None])
+def test_all_pages_enter_unless_they_quote_what_may_not_be_passed_on(
+    journal, bodies, tmp_path, access
+):
+    rows = [LicenceRow("source a<b", "corpus", redistribution=access)] if access else []
+    write_seal(journal, draft(fill(journal, bodies), licences=rows))
+    project = journal.folder.parent
+    for name in ("index", "pairs"):
+        path = project / "site" / "map" / f"{name}.html"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{name}: a document")
+    write_bundle(project, tmp_path / "bundle.zip", journal, QUOTING)
+    pages = [name for name in names(tmp_path / "bundle.zip") if name.startswith("site/")]
+    assert pages == ["site/index.html", "site/map/index.html", "site/map/pairs.html"]
+    content = read(tmp_path / "bundle.zip", "site/map/pairs.html").decode()
+    assert (content == "pairs: a document") is (access == "public")
+    reason = "source a&lt;b is metadata_only" if access else "names no source"
+    assert access == "public" or reason in content
+    assert verify_bundle(tmp_path / "bundle.zip").exit_code == 0
 
 
 def test_a_stranger_verifies_it_elsewhere(bundle, journal, tmp_path):

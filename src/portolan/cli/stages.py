@@ -34,6 +34,9 @@ def plan(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices, for a mesh whose `data` is -1.")
     ] = None,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="Parts of a batch that a device works off in turn.")
+    ] = 1,
     machine: Annotated[
         str, typer.Option(help="gb200-nvl72, h100-node, h200-node, tpu-v5p, this-cpu or a .toml.")
     ] = "",
@@ -80,9 +83,9 @@ def plan(
     if compile_:
         from portolan.pipeline.plan_compile import plan_compiled
 
-        plan_compiled(chosen, devices, as_json=json_)
+        plan_compiled(chosen, devices, micro_batches, as_json=json_)
         return
-    options = MeshOptions(devices, machine, cast(Any, master), mfu, force)
+    options = MeshOptions(devices, micro_batches, machine, cast(Any, master), mfu, force)
     print_plan(chosen, options, as_json=json_)
 
 
@@ -134,6 +137,9 @@ CoordinatorOption = Annotated[
 ]
 ProcessesOption = Annotated[int | None, typer.Option(min=1, help="Processes of this run.")]
 ProcessOption = Annotated[int | None, typer.Option(min=0, help="Which of them this one is.")]
+MicroBatchesOption = Annotated[
+    int, typer.Option(min=1, help="Parts in which a batch is worked off, for fewer devices.")
+]
 DistributedOption = Annotated[
     bool,
     typer.Option("--distributed", help="Read the processes from Slurm, MPI or Kubernetes."),
@@ -148,13 +154,14 @@ def ladder(
     num_processes: ProcessesOption = None,
     process_id: ProcessOption = None,
     distributed: DistributedOption = False,
+    micro_batches: MicroBatchesOption = 1,
     overrides: SetOption = None,
 ) -> None:
     """Train the rungs that are not finished. Example: portolan -C my-run ladder"""
     from portolan.pipeline import stages
     from portolan.pipeline.machine import Machine
 
-    machine = Machine(mesh, coordinator, num_processes, process_id, distributed)
+    machine = Machine(mesh, coordinator, num_processes, process_id, distributed, micro_batches)
     stages.train_rungs(open_project_of(context, overrides), machine)
 
 
@@ -183,6 +190,7 @@ def train(
     num_processes: ProcessesOption = None,
     process_id: ProcessOption = None,
     distributed: DistributedOption = False,
+    micro_batches: MicroBatchesOption = 1,
     overrides: SetOption = None,
 ) -> None:
     """Train the target, resuming where it stopped. Example: portolan -C my-run train --mesh data=2
@@ -193,8 +201,42 @@ def train(
     from portolan.pipeline import stages
     from portolan.pipeline.machine import Machine
 
-    machine = Machine(mesh, coordinator, num_processes, process_id, distributed)
+    machine = Machine(mesh, coordinator, num_processes, process_id, distributed, micro_batches)
     stages.train_target(open_project_of(context, overrides), machine)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    processes: Annotated[int, typer.Option("-n", "--processes", min=1, help="How many.")],
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="CPU devices of each; without it, what it sees.")
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(min=0, help="How often to start again after a process was lost.")
+    ] = 2,
+) -> None:
+    """A verb in several processes on this machine. Example: portolan -C my-run launch -n 2 train
+
+    What follows the options is `train` or `ladder` with its own options. When a process ends badly
+    the others are ended too; after a loss all are started again and go on from the newest
+    checkpoint.
+    """
+    from portolan.errors import UsageError
+    from portolan.pipeline.launching import launch as launch_gang
+
+    if not context.args or context.args[0] not in ("train", "ladder"):
+        raise UsageError(
+            f"launch {' '.join(context.args)}: no verb to start",
+            remedy="write train or ladder, with its options, behind those of launch",
+        )
+    launch_gang(
+        context.obj.root,
+        context.args,
+        num_processes=processes,
+        devices=devices,
+        retries=retries,
+    )
 
 
 @app.command()

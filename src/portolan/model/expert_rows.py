@@ -8,6 +8,10 @@ import jax.numpy as jnp
 
 SAVED_PRODUCTS = "expert_products"
 """Name of the gate and up products for checkpoint policies."""
+SAVED_ARRIVED = "arrived_rows"
+"""Name of the rows that an exchange brought to their experts."""
+SAVED_RETURNED = "returned_rows"
+"""Name of the rows that came back; with both and the products no exchange is repeated."""
 
 
 def count_tokens(

@@ -5,12 +5,13 @@ The choice needs no sort: K+1 rounds of "largest, first index" cost less on ever
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from portolan.model.histograms import Histogram, count_bins, counter, merge
 from portolan.model.totals import ALL_TOKENS, Totals
 from portolan.shapes import COMBINE_WEIGHT_SUM, Combine, ModelConfig
 
@@ -163,8 +164,13 @@ def quantile_bins(
     """
     num_experts = margins.bins_TE.shape[-1]
     needed = -(-margins.num_valid * num_selected // num_experts)
-    count = _counter(margins.bins_TE, num_bins, totals)
+    return _search(_counter(margins.bins_TE, num_bins, totals), needed, num_experts, num_bins)
 
+
+def _search(
+    count: Callable[[jax.Array], jax.Array], needed: jax.Array, num_experts: int, num_bins: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest bin of each expert with at least `needed` margins in it or above, and counts."""
     low = jnp.zeros(num_experts, jnp.int32)
     high = jnp.full(num_experts, num_bins, jnp.int32)
 
@@ -187,12 +193,7 @@ def _counter(bins_TE: jax.Array, num_bins: int, totals: Totals) -> Callable[[jax
     """
     if not totals.is_spread:
         return lambda bin_E: jnp.sum(bins_TE >= bin_E, axis=0, dtype=jnp.int32)
-    index_E = jnp.arange(bins_TE.shape[-1], dtype=jnp.int32)
-    column_TE = jnp.where(bins_TE >= 0, bins_TE, num_bins)
-    histogram = jnp.zeros((index_E.size, num_bins + 1), jnp.int32).at[index_E, column_TE].add(1)
-    histogram = totals.sum(histogram).at[:, num_bins].set(0)
-    above = jnp.flip(jnp.cumsum(jnp.flip(histogram, 1), axis=1, dtype=jnp.int32), 1)
-    return lambda bin_E: above[index_E, jnp.minimum(bin_E, num_bins)]
+    return counter(count_bins(bins_TE, num_bins, totals))
 
 
 def update_beta(
@@ -202,8 +203,28 @@ def update_beta(
 
     0 without valid tokens; NaN when a margin is not finite, so that the step can be refused.
     """
-    num_experts = margins.bins_TE.shape[-1]
-    best, above, inside = quantile_bins(margins, num_selected, num_bins, totals)
+    found = quantile_bins(margins, num_selected, num_bins, totals)
+    return _interpolate(found, margins, num_selected, num_bins)
+
+
+def merged_beta(parts: Histogram, num_selected: int) -> jax.Array:
+    """`update_beta` [E] from the histograms of the micro-batches of an update, leaves [A, ...]."""
+    whole = merge(parts)
+    num_experts, num_bins = whole.counts_EJ.shape
+    needed = -(-whole.num_valid * num_selected // num_experts)
+    found = _search(counter(whole.counts_EJ), needed, num_experts, num_bins)
+    return _interpolate(found, whole, num_selected, num_bins)
+
+
+def _interpolate(
+    found: tuple[jax.Array, jax.Array, jax.Array],
+    margins: Margins | Histogram,
+    num_selected: int,
+    num_bins: int,
+) -> jax.Array:
+    """The quantile [E] inside the bin that was found."""
+    best, above, inside = found
+    num_experts = best.shape[-1]
     quotient, remainder = jnp.divmod(margins.num_valid * num_selected, num_experts)
     dtype = margins.low.dtype
     surplus = (above - quotient).astype(dtype) - remainder.astype(dtype) / num_experts
@@ -212,7 +233,7 @@ def update_beta(
     return accept(beta, margins)
 
 
-def accept(beta_E: jax.Array, margins: Margins) -> jax.Array:
+def accept(beta_E: jax.Array, margins: Margins | Histogram) -> jax.Array:
     """Beta as it may be used: NaN when a margin is not finite, 0 without valid tokens."""
     beta_E = jnp.where(margins.finite, beta_E, jnp.nan)
     return jnp.where(margins.num_valid > 0, beta_E, 0)
@@ -236,11 +257,17 @@ def rebalance(
     beta_E: jax.Array,
     config: ModelConfig,
     totals: Totals = ALL_TOKENS,
-) -> tuple[jax.Array, Margins | None]:
-    """The new beta [E] and the margins that it was read from; beta stays where none is used."""
+) -> tuple[Any, Margins | None]:
+    """The new beta [E] and the margins that it was read from; beta stays where none is used.
+
+    In a micro-batch the `Histogram` of the margins takes the place of beta.
+    """
     if not config.num_balance_biases:
         return beta_E, None
     margins = bin_margins(logits_TE, threshold_T, valid_T, config.qb_bins, totals)
+    if totals.is_partial:
+        counts = count_bins(margins.bins_TE, config.qb_bins, totals)
+        return Histogram(counts, *margins[1:]), margins
     if config.balance == "qb_hist":
         return update_beta(margins, config.experts_per_token, config.qb_bins, totals), margins
     logits_TE, threshold_T, valid_T = map(totals.gather, (logits_TE, threshold_T, valid_T))

@@ -27,5 +27,10 @@ class Totals:
         """Whether other devices hold other tokens."""
         return False
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether other micro-batches of the same update follow."""
+        return False
+
 
 ALL_TOKENS = Totals()

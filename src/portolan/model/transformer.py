@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from portolan.model.attention import SAVED_PROJECTIONS, Context, attend
 from portolan.model.conv import convolve, spread_over_layers
-from portolan.model.experts import SAVED_PRODUCTS
+from portolan.model.expert_rows import SAVED_ARRIVED, SAVED_PRODUCTS, SAVED_RETURNED
 from portolan.model.init import init
 from portolan.model.loss import token_losses as vocabulary_losses
 from portolan.model.loss import weighted_loss
@@ -45,7 +45,7 @@ CARRY = "carry"
 """What a layer reads, [T, D]."""
 SAVED_OUTSIDE_EXPERTS = (SAVED_PROJECTIONS, SAVED_ATTENDED, SAVED_MIDDLE, SAVED_ROUTING)
 SAVED: dict[Remat, tuple[str, ...]] = {
-    "none": (*SAVED_OUTSIDE_EXPERTS, SAVED_PRODUCTS),
+    "none": (*SAVED_OUTSIDE_EXPERTS, SAVED_PRODUCTS, SAVED_ARRIVED, SAVED_RETURNED),
     "experts": SAVED_OUTSIDE_EXPERTS,
     "layer": (),
 }

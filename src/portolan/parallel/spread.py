@@ -29,6 +29,7 @@ from portolan.shapes import ModelConfig
 from portolan.tree import flatten_paths
 
 EXPERTS = "blocks/moe/experts/"
+BATCH_DEVICES = "replica x data x expert"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -57,14 +58,21 @@ class Spread:
     settings: ParallelSettings
     config: ModelConfig
     batch_sequences: int
+    num_micro_batches: int = 1
     dropless: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a mesh that the shape or the batch does not fit, before anything is compiled."""
         sizes, config = self.sizes, self.config
-        rows = sizes["replica"] * sizes["data"] * sizes["expert"]
+        if self.num_micro_batches > 1 and config.balance == "qb_topk":
+            raise UsageError(
+                "model.router.balance 'qb_topk' needs all margins of an update at once",
+                remedy="train without micro-batches, or balance with 'qb_hist'",
+            )
+        rows = sizes["replica"] * sizes["data"] * sizes["expert"] * self.num_micro_batches
+        micro = f" x {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
         fits = [
-            ("sequences of a batch", self.batch_sequences, rows, "replica x data x expert"),
+            ("sequences of a batch", self.batch_sequences, rows, f"{BATCH_DEVICES}{micro}"),
             ("positions of a row", config.sequence_length, sizes["context"], "context"),
         ]
         if config.mlp != "dense":
@@ -89,20 +97,21 @@ class Spread:
     def exchange(self, dtype: Any) -> Any:
         """What moves routed rows, for the tokens of one device."""
         sizes = self.sizes
-        rows = self.batch_sequences // (sizes["replica"] * sizes["data"] * sizes["expert"])
+        length = self.config.sequence_length // sizes["context"]
+        parts = sizes["replica"] * sizes["data"] * sizes["expert"] * self.num_micro_batches
         return make_exchange(
             self.settings,
             sizes,
             num_experts=self.config.num_experts,
             num_selected=self.config.experts_per_token,
-            tokens_per_shard=rows * self.config.sequence_length // sizes["context"],
+            tokens_per_shard=self.batch_sequences // parts * length,
             dtype=dtype,
             dropless=self.dropless,
         )
 
     def without_drops(self) -> "Spread":
         """The same for the rows of an evaluation, which loses none."""
-        return dataclasses.replace(self, dropless=True)
+        return dataclasses.replace(self, dropless=True, num_micro_batches=1)
 
     def loss(self, **settings: Any) -> Any:
         """`transformer.loss(params, beta, batch)` of this shape on the mesh."""
@@ -140,6 +149,11 @@ class MeshPlacement(Placement):
     def is_spread(self) -> bool:
         """Other devices hold other tokens."""
         return True
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether other micro-batches of the same update follow."""
+        return self.spread.num_micro_batches > 1
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Sum over all tokens of the batch."""

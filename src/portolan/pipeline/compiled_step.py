@@ -1,7 +1,8 @@
 """Compile the real step of a recipe for its mesh and say what XLA reports; a program of its own.
 
-It reads the recipe as JSON from standard input and writes JSON to standard output. It must be the
-first to use JAX in its process, which is told how many devices to pretend; nothing is executed.
+It reads the recipe as JSON from standard input and the number of micro-batches of an update from
+its argument, and writes JSON to standard output. It must be the first to use JAX in its process,
+which is told how many devices to pretend; nothing is executed.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ def padded_exchange(operand: jax.Array, out: jax.Array, updates: Updates) -> jax
     return out.at[:rows].add(moved)
 
 
-def lower_step(recipe: Recipe) -> list[Any]:
+def lower_step(recipe: Recipe, num_micro_batches: int) -> list[Any]:
     """The programs of one update of the target, traced for the recipe's mesh."""
     rung = plan_width(recipe, recipe.model.width)
     run = PlannedRun("plan", "target", recipe.seed, rung, rung, "")
@@ -67,9 +68,11 @@ def lower_step(recipe: Recipe) -> list[Any]:
         settings,
         table,
         jnp.dtype("bfloat16" if dtype == "auto" else dtype),
-        find_devices(recipe.parallel),
+        find_devices(recipe.parallel, num_micro_batches),
     )
     shape = (settings.batch_sequences, settings.config.sequence_length)
+    if num_micro_batches > 1:
+        shape = (num_micro_batches, shape[0] // num_micro_batches, shape[1])
     kinds = ("int32", "int32", "float32")
     batch = Batch(*(cast(Any, jax.ShapeDtypeStruct(shape, kind)) for kind in kinds))
     zero = np.float32(0)
@@ -99,7 +102,7 @@ def main() -> None:
     output = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     move.exchange_segments = padded_exchange
-    lowered = lower_step(recipe)
+    lowered = lower_step(recipe, int(sys.argv[1]))
     with ThreadPoolExecutor(len(lowered)) as pool:
         compiled = list(pool.map(lambda one: one.compile(compiler_options=FAST_COMPILE), lowered))
     found = {

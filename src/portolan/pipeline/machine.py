@@ -17,7 +17,8 @@ class Machine:
     """What the command line says about it.
 
     `mesh` names axes and sizes, `expert=4,data=2`; empty takes the recipe's. `coordinator` is
-    HOST:PORT of process 0; with `detect` all three come from Slurm, MPI or Kubernetes.
+    HOST:PORT of process 0; with `detect` all three come from Slurm, MPI or Kubernetes. A batch is
+    worked off in `num_micro_batches`.
     """
 
     mesh: str = ""
@@ -25,6 +26,7 @@ class Machine:
     num_processes: int | None = None
     process_id: int | None = None
     detect: bool = False
+    num_micro_batches: int = 1
 
     def __post_init__(self) -> None:
         """Refuse half of a description."""
@@ -76,7 +78,7 @@ class Machine:
 
         if self.mesh:
             settings = settings.model_copy(update={"mesh": parse_mesh(self.mesh)})
-        return find_devices(settings)
+        return find_devices(settings, self.num_micro_batches)
 
 
 ONE_PROCESS = Machine()

@@ -46,7 +46,7 @@ def compile_step(plan: ParallelPlan) -> dict[str, Any]:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     done = subprocess.run(
-        [sys.executable, "-m", CHILD],
+        [sys.executable, "-m", CHILD, str(plan.load.num_micro_batches)],
         input=with_mesh(plan).model_dump_json(),
         env=environment,
         capture_output=True,
@@ -107,14 +107,23 @@ def _compiled_exchange(plan: ParallelPlan, kernels: Kernels) -> Exchange | None:
     return replace(exchange, dispatch=moved, give_back=moved)
 
 
-def plan_compiled(recipe: Recipe, num_devices: int | None, *, as_json: bool) -> None:
+def plan_compiled(
+    recipe: Recipe, num_devices: int | None, num_micro_batches: int = 1, *, as_json: bool
+) -> None:
     """Print what XLA reports of the target's step beside the plan, and what it cannot see.
 
     Raises:
         UsageError, PortolanError: the mesh does not fit, or the step does not compile.
     """
     rung = plan_width(recipe, recipe.model.width)
-    plan = ParallelPlan.of(recipe, rung.config, rung.batch_sequences, rung.steps, num_devices)
+    plan = ParallelPlan.of(
+        recipe,
+        rung.config,
+        rung.batch_sequences,
+        rung.steps,
+        num_devices,
+        num_micro_batches,
+    )
     found = compile_step(plan)
     if as_json:
         planned = {"mesh": plan.mesh.as_dict(), "planned_bytes": planned_bytes(plan)}

@@ -61,9 +61,9 @@ def choose_skews(runs: Path | None, options: DropOptions) -> Skews:
     if options.skew is None and runs is not None and (found := _widest_run(runs)):
         layers = tuple(Skew(skew, sender) for skew in _recorded_skews(*found))
         if layers:
-            return Skews(layers, f"expert skew of each layer as {found[0].name} recorded it")
+            return Skews(layers, f"skew of each layer as {found[0].name} recorded it")
     skew = DEFAULT_SKEW if options.skew is None else options.skew
-    return Skews((Skew(skew, sender),), "synthetic")
+    return Skews((Skew(skew, sender),), "synthetic skew")
 
 
 def _widest_run(runs: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -146,11 +146,15 @@ def print_drops(
         say(json.dumps(_as_json(routing, rows, skews), indent=2))
         return
     shape = routing.wire.shape
-    spread = ", ".join(dict.fromkeys(str(skew) for skew in skews.layers[:3]))
-    more = ", ..." if len(skews.layers) > 3 else ""
+    popularity = [skew.expert for skew in skews.layers]
+    low, high = (f"{value:.3g}" for value in (min(popularity), max(popularity)))
     say(
         f"{shape.num_shards} senders x {shape.num_experts} experts, {shape.num_assignments:,} "
-        f"assignments each; {skews.source}: {spread}{more}"
+        "assignments each"
+    )
+    say(
+        f"{skews.source}: {low if low == high else f'{low} to {high}'}; by sender "
+        f"{skews.layers[0].sender:.3g}"
     )
     console.print(drop_table(rows, parse_capacity_factor(recipe.parallel.capacity_factor)))
 

@@ -24,10 +24,11 @@ NOTE_COLUMNS = 24
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """What a person says about the machine: devices, its name, where the state lies, the
-    utilisation to reckon with, and whether a plan that does not fit is shown all the same."""
+    """What a person says about the machine: devices, micro-batches of an update, its name, where
+    the state lies, the utilisation to reckon with, and whether a misfit is shown all the same."""
 
     num_devices: int | None = None
+    num_micro_batches: int = 1
     machine: str = ""
     master: Master = "resident"
     mfu: float | None = None
@@ -62,7 +63,12 @@ def plan_mesh(recipe: Recipe, target: Rung, options: MeshOptions) -> MeshReport:
     if options.mfu is not None and not 0 < options.mfu <= 1:
         raise UsageError(f"--mfu {options.mfu} is not a share", remedy="write 0.25 for 25 %")
     plan = ParallelPlan.of(
-        recipe, target.config, target.batch_sequences, target.steps, options.num_devices
+        recipe,
+        target.config,
+        target.batch_sequences,
+        target.steps,
+        options.num_devices,
+        options.num_micro_batches,
     )
     chosen = plan.on(find_machine(options.machine), options.master) if options.machine else None
     if chosen and not options.force:
@@ -106,7 +112,9 @@ def print_mesh(report: MeshReport) -> None:
     """All tables of a plan on its mesh."""
     plan = report.plan
     devices = "" if plan.mesh.num_devices == 1 else f" = {plan.mesh.num_devices} devices"
-    say(f"mesh: {plan.mesh}{devices}, {plan.load.tokens:,} tokens each in an update")
+    micro = plan.load.num_micro_batches
+    of = "an update" if micro == 1 else f"each of {micro} micro-batches"
+    say(f"mesh: {plan.mesh}{devices}, {plan.load.tokens:,} tokens each in {of}")
     if plan.config.mlp != "dense":
         say(f"experts: {plan.transport}, gate {plan.recipe.parallel.gate}")
     console.print(memory_table(report))
@@ -139,6 +147,7 @@ def _memory_rows(plans: list[MemoryPlan]) -> Iterator[tuple[str, list[int]]]:
         ("one layer: expert exchange", "exchange_forward"),
         ("one layer: expert exchange, gradients", "exchange_backward"),
         ("block of logits", "logits_block"),
+        ("sums over micro-batches", "accumulated"),
     ):
         yield name, [getattr(plan.work, field) for plan in plans]
     yield "temporaries of the gradient", [plan.work.total for plan in plans]
@@ -176,6 +185,7 @@ def transport_table(report: MeshReport) -> Table:
     plan = report.plan
     settings = plan.recipe.parallel
     pairs = DIRECTIONS[plan.recipe.train.remat] // 2 * plan.config.num_layers
+    pairs *= plan.load.num_micro_batches
     found = list(plan.alternatives(report.kernels))
     exchanges = [one for _, one in found if not isinstance(one, UsageError)]
     unit, size = binary_unit(max((one.buffer_bytes for one in exchanges), default=0))
@@ -342,6 +352,7 @@ def mesh_json(report: MeshReport) -> dict[str, Any]:
         "mesh": plan.mesh.as_dict(),
         "num_devices": plan.mesh.num_devices,
         "tokens_per_device": plan.load.tokens,
+        "num_micro_batches": plan.load.num_micro_batches,
         "transport": plan.transport,
         "settings": plan.recipe.parallel.model_dump(mode="json"),
         "state_bytes": summary_of_state(plan),

@@ -1,12 +1,13 @@
 """The devices of a run: its mesh, and how state and batches get onto it."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from portolan.model.init import init_part
 from portolan.model.transformer import Batch, abstract
@@ -32,11 +33,14 @@ class Devices:
 
     mesh: Mesh
     settings: ParallelSettings
+    num_micro_batches: int = 1
 
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
         used = self.mesh.size
-        return f"mesh {axes or 'of one device'}: {used} devices, {jax.device_count() - used} idle"
+        micro = f", {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
+        idle = jax.device_count() - used
+        return f"mesh {axes or 'of one device'}: {used} devices, {idle} idle{micro}"
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -54,6 +58,13 @@ class Devices:
         return NamedSharding(self.mesh, ROWS)
 
     @property
+    def batch_rows(self) -> NamedSharding:
+        """Of the batch of an update, [B, S] or [micro-batches, B, S]."""
+        if self.num_micro_batches == 1:
+            return self.rows
+        return NamedSharding(self.mesh, PartitionSpec(None, *ROWS))
+
+    @property
     def num_row_shards(self) -> int:
         """Parts into which the rows of a batch are split."""
         sizes = self.sizes
@@ -62,6 +73,12 @@ class Devices:
     def spread(self, config: ModelConfig, batch_sequences: int) -> Spread:
         """How a shape lies here; refuses one that does not fit."""
         return Spread(self.mesh, self.settings, config, batch_sequences)
+
+    def training_spread(self, config: ModelConfig, batch_sequences: int) -> Spread:
+        """The same for an update, whose rows may come in micro-batches."""
+        return dataclasses.replace(
+            self.spread(config, batch_sequences), num_micro_batches=self.num_micro_batches
+        )
 
     def parameter_shardings(self, params: Any) -> Any:
         """Shardings in the form of the tree."""
@@ -106,33 +123,44 @@ class Devices:
 
     def own_rows(self, batch_sequences: int) -> slice:
         """The rows of a batch that the devices of this process need, and those between them."""
-        shape = (batch_sequences, self.sizes["context"])
+        micro = batch_sequences // self.num_micro_batches
+        shape = (micro, self.sizes["context"])
         indices = self.rows.addressable_devices_indices_map(shape).values()
-        bounds = [index[0].indices(batch_sequences) for index in indices if index]
-        return slice(min(b[0] for b in bounds), max(b[1] for b in bounds))
+        bounds = [index[0].indices(micro) for index in indices if index]
+        last = batch_sequences - micro
+        return slice(min(b[0] for b in bounds), last + max(b[1] for b in bounds))
 
     def put_batch(self, batch: Any, batch_sequences: int) -> Batch:
         """Tokens, segments and weights of a batch, of which this process has its own rows."""
         first = self.own_rows(batch_sequences).start
+        micro = batch_sequences // self.num_micro_batches
 
         def put(rows: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
-                start, stop, _ = index[0].indices(batch_sequences)
-                return rows[start - first : stop - first, index[1]]
+                *outer, inner, positions = index
+                start, stop, _ = inner.indices(micro)
+                parts = range(*outer[0].indices(self.num_micro_batches)) if outer else (0,)
+                found = [
+                    rows[m * micro + start - first : m * micro + stop - first, positions]
+                    for m in parts
+                ]
+                return np.stack(found) if outer else found[0]
 
-            shape = (batch_sequences, rows.shape[1])
-            return jax.make_array_from_callback(shape, self.rows, part)
+            outer = () if self.num_micro_batches == 1 else (self.num_micro_batches,)
+            shape = (*outer, micro, rows.shape[1])
+            return jax.make_array_from_callback(shape, self.batch_rows, part)
 
         return Batch(*(put(np.asarray(rows)) for rows in batch))
 
 
-def find_devices(settings: ParallelSettings) -> Devices | None:
+def find_devices(settings: ParallelSettings, num_micro_batches: int = 1) -> Devices | None:
     """The devices that a recipe asks for; None for a single one without limits on rows.
 
     Raises:
         UsageError: there are too few.
     """
     sizes = resolve_sizes(settings.mesh, jax.device_count())
-    if set(sizes.values()) == {1} and not settings.drops_rows and jax.process_count() == 1:
+    plain = set(sizes.values()) == {1} and not settings.drops_rows and num_micro_batches == 1
+    if plain and jax.process_count() == 1:
         return None
-    return Devices(build_mesh(sizes), settings)
+    return Devices(build_mesh(sizes), settings, num_micro_batches)

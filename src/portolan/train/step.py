@@ -24,6 +24,7 @@ from portolan.optim.settings import OptimizerSettings
 from portolan.optim.sharding import Layout
 from portolan.parallel.spread import Spread
 from portolan.shapes import ModelConfig, Remat
+from portolan.train.accumulation import accumulate
 from portolan.train.devices import Devices
 from portolan.train.programs import seal_programs
 from portolan.train.state import RunSettings, TrainState, abstract_state
@@ -71,7 +72,9 @@ def make_train_step(
 
     `devices` are those of a mesh; without them all of it is on one.
     """
-    spread = devices and devices.spread(run.config, run.batch_sequences)
+    spread = devices and devices.training_spread(run.config, run.batch_sequences)
+    if spread and run.config.mlp != "dense":
+        spread.exchange(compute_dtype)
     if run.offload_carries:
         refuse_overlap(os.environ.get("XLA_FLAGS", ""))
     objective = Objective(
@@ -97,7 +100,7 @@ def _update_program(table: GroupTable, settings: OptimizerSettings) -> Any:
 
 def _gradient_program_on(objective: "Objective", devices: Devices) -> Any:
     params = devices.parameter_shardings(transformer.abstract(objective.config))
-    rows: Any = transformer.Batch(*[devices.rows] * 3)  # type: ignore[arg-type]
+    rows: Any = transformer.Batch(*[devices.batch_rows] * 3)  # type: ignore[arg-type]
     return jax.jit(
         objective.gradients,
         compiler_options=_compiler_options(),
@@ -181,7 +184,10 @@ class Objective:
             loss = functools.partial(transformer.loss, config=self.config, **settings)
         else:
             loss = self.spread.loss(**settings)
-        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, beta, batch)
+        derive = jax.value_and_grad(loss, has_aux=True)
+        if self.spread is not None and self.spread.num_micro_batches > 1:
+            return accumulate(derive, params, beta, batch, self.config.experts_per_token)
+        (value, aux), grads = derive(params, beta, batch)
         return value, aux, grads
 
 

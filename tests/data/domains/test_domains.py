@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from tests.data.normalized import rows_of, write_source, write_sources
 from tests.data.topics import TOPICS, topic_of, topic_texts
 
@@ -98,11 +99,32 @@ def test_names_given_by_hand(built):
         label_domains(sample, fit, corpus, labels_file=corpus / "nowhere.json")
 
 
-def test_keywords_are_distinctive():
+def test_keywords_are_a_domains_own():
     texts = {0: ["the sea the ship"] * 4, 1: ["the bread the oven"] * 4, 2: ["the x1 ab the"] * 4}
     found = keywords(texts, 3)
-    assert found[0][:2] == ["sea", "ship"] and found[1][:2] == ["bread", "oven"]
-    assert found[2] == ["the"]
+    assert found == {0: ["sea", "ship"], 1: ["bread", "oven"], 2: []}
+
+
+def test_words_of_grammar_name_no_domain():
+    """Prose says them up to 30 times as often as code, but most code has one somewhere."""
+    grammar = sorted(word for word in ENGLISH_STOP_WORDS if word.isalpha() and len(word) > 2)
+    random = np.random.default_rng(0)
+
+    def text(topic, times, share):
+        said = random.choice(grammar, int(share * len(grammar)), replace=False)
+        return " ".join([*np.repeat(said, times), *random.choice(topic.split(), 9)])
+
+    prose, code, numbers = TOPICS["sea"], TOPICS["kitchen"], TOPICS["court"]
+    texts = {
+        0: [text(prose, 30, 0.95) for _ in range(60)],
+        1: [text(code, 1, 0.5) for _ in range(60)],
+        2: [text(numbers, 2, 0.3) for _ in range(60)],
+    }
+    for domain, topic in enumerate((prose, code, numbers)):
+        found = keywords(texts)[domain]
+        assert len(found) >= 5 and set(found) <= set(topic.split())
+    counts = Counter(word for document in texts[0] for word in document.split())
+    assert set(dict(counts.most_common(20))) <= set(grammar), "counting words would choose them"
 
 
 @pytest.mark.parametrize(

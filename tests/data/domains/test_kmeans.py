@@ -1,6 +1,7 @@
 """Exact spherical k-means against plain integer arithmetic."""
 
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -66,6 +67,15 @@ def test_equals_plain_integers():
     assert found.centroids.tolist() == slow[0]
     assert assign(codes, found.centroids).tolist() == slow[1]
     assert found.losses[-1] == pytest.approx(slow[2], abs=1e-9)
+
+
+def test_lengths_are_exact_in_either_arithmetic(monkeypatch):
+    sums = np.random.default_rng(2).integers(-(1 << 26), 1 << 26, (20, 256))
+    found, huge = lengths_of(sums), lengths_of(sums << 10)
+    exact = [math.sqrt(sum(int(x) ** 2 for x in row)) for row in sums]
+    assert found.tolist() == exact and huge.tolist() == [1024 * x for x in exact]
+    monkeypatch.setattr(kmeans, "MAX_INT64", 0)
+    assert lengths_of(sums).tolist() == exact
 
 
 def test_close_and_equal_products_take_the_lowest_centroid():

@@ -4,6 +4,7 @@ import pytest
 from tests.parallel.planner.recipes import plan_of
 
 from portolan import accounting
+from portolan.errors import UsageError
 from portolan.parallel.planner.estimate import summary_of_state
 from portolan.parallel.planner.memory import MASTERS
 from portolan.parallel.planner.public import compare, is_public_run
@@ -112,7 +113,7 @@ def test_flows_by_hand():
     matrices = sum(leaf.local_size(plan.mesh) for leaf in plan.leaves if leaf.part == "matrices")
     reduced = flows["gradients", ("replica", "context")]
     assert reduced == 2 * 3 * 4 * (experts + matrices) // 4
-    histogram = 4 * config.num_experts * (config.qb_bins + 1)
+    histogram = 4 * config.num_experts * config.qb_bins
     assert flows["balance histograms", ("replica", "context", "expert")] == pytest.approx(
         layers * 2 * 7 / 8 * histogram, abs=layers * 2
     )
@@ -168,3 +169,24 @@ def test_a_model_axis_repeats_all_but_the_experts():
     assert two.model * 2 == one.model
     assert two.model + two.repeated == one.model - routed // 2
     assert any("computed 2 times" in warning for warning in plan.warnings)
+
+
+def test_micro_batches_share_the_work_of_an_update():
+    whole, split = plan_of("rack"), plan_of("rack", num_micro_batches=4)
+    kernels = whole.kernels("cuda")
+    assert split.load.tokens * 4 == whole.load.tokens == split.load.tokens_of_update
+    assert split.flops(kernels) == whole.flops(kernels)
+    before, after = (plan.memory("resident", kernels).work for plan in (whole, split))
+    assert after.saved_activations * 4 == before.saved_activations
+    histograms = whole.config.num_layers * whole.config.num_experts * whole.config.qb_bins
+    gradients = whole.memory("resident", kernels).gradients
+    assert (before.accumulated, after.accumulated) == (0, gradients + 4 * 4 * histograms)
+    once, often = flows_of(whole), flows_of(split)
+    head = 63 * 2 * whole.config.width * whole.config.vocab_size // 64
+    in_layers = once["weights", ("expert",)] - head
+    assert often["weights", ("expert",)] == 4 * in_layers + head
+    assert often["expert rows", ("expert",)] == pytest.approx(once["expert rows", ("expert",)])
+    moved = ("whole matrices for Newton-Schulz", ("expert",))
+    assert often[moved] == once[moved]
+    with pytest.raises(UsageError, match="1,024 sequences of a batch do not divide over 192"):
+        plan_of("rack", num_micro_batches=3)

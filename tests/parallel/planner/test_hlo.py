@@ -128,6 +128,25 @@ def test_what_accelerators_print():
     assert len(found) == 5
 
 
+@pytest.mark.parametrize(
+    ("groups", "first"),
+    [
+        ("mesh['axis_0'=4,'axis_1'=2], device_ids=([2,2,2]T(0,2,1)) {'axis_0'}", (0, 1, 4, 5)),
+        ("mesh['axis_0'=4,'axis_1'=2], device_ids=([2,2,2]T(0,2,1)) {'axis_1'}", (0, 2)),
+        ("mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("mesh['a'=2,'b'=4] {'a','b'}", tuple(range(8))),
+        ("mesh['a'=8] {'a':(2)2}", (0, 2)),
+        ("mesh['a'=8] {'a':(1)2}", (0, 4)),
+        ("{{3,1},{2,0}}", (3, 1)),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+    ],
+)
+def test_forms_of_replica_groups(groups, first):
+    text = TEXT.replace("replica_groups={{0,8},{1,9}}", f"replica_groups={groups}")
+    (found,) = [one for one in parse_collectives(text) if one.kind == "all-reduce"]
+    assert (found.group, found.group_size) == (first, len(first))
+
+
 def test_axes_of_a_group():
     mesh = MeshSizes(2, 2, 1, 4, 1)
     assert mesh_axes((0, 1, 2, 3), mesh) == ("expert",)

@@ -70,12 +70,19 @@ def test_what_curation_did_not_do_has_no_page(data_map, tmp_path):
         cuts={},
     )
     plain = dataclasses.replace(
-        data_map, overview=one_bucket, pairs=None, contamination=None, mixtures=()
+        data_map,
+        overview=one_bucket,
+        pairs=None,
+        contamination=None,
+        mixtures=(),
+        problems=("a <b> is odd", "so is c"),
     )
     written = {path.name for path in write_map(tmp_path, plain)}
     assert written == {"index.html", "domains.html", "provenance.html", "stages.html"}
     html = (tmp_path / "domains.html").read_text()
     assert 'href="pairs.html"' not in html and "Buckets of quality" not in html
+    for page in (html, (tmp_path / "index.html").read_text()):
+        assert "2 warnings of curation" in page and "<li>a &lt;b&gt; is odd</li>" in page
 
 
 @pytest.mark.browser

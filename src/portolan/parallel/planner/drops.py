@@ -36,9 +36,6 @@ class Skew:
     expert: float
     sender: float
 
-    def __str__(self) -> str:
-        return f"skew {self.expert:.3g}, by sender {self.sender:.3g}"
-
 
 def draw_counts(shape: ExchangeShape, skew: Skew, rng: np.random.Generator) -> Counts:
     """N int32[S,E] of one random layer.

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from portolan.accounting import FLOAT32_BYTES
 from portolan.errors import UsageError
+from portolan.parallel.capacity import INT32_LIMIT
 from portolan.parallel.planner import memory as memory_plans
 from portolan.parallel.planner.exchange import (
     Exchange,
@@ -41,7 +42,6 @@ from portolan.shapes import ModelConfig
 
 MAX_MEMORY_SHARE = 0.9
 """A plan above this share of the device's memory is refused unless forced."""
-INT32_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,15 @@ class ParallelPlan:
         batch_sequences: int,
         steps: int,
         num_devices: int | None = None,
+        num_micro_batches: int = 1,
     ) -> "ParallelPlan":
-        """The plan of a target on the recipe's mesh.
+        """The plan of a target on the recipe's mesh, an update in so many micro-batches.
 
         Raises:
             UsageError: the mesh does not fit the devices, the batch, the rows or the experts.
         """
         mesh = resolve_mesh(recipe.parallel.mesh, num_devices)
-        load = share_of_batch(mesh, batch_sequences, config.sequence_length)
+        load = share_of_batch(mesh, batch_sequences, config.sequence_length, num_micro_batches)
         plan = cls(
             recipe,
             config,
@@ -83,6 +84,12 @@ class ParallelPlan:
         )
         if config.mlp != "dense":
             plan.exchange(plan.kernels("cuda"))
+        assignments = plan.tokens_per_step // num_micro_batches * config.experts_per_token
+        if mesh.num_devices > 1 and assignments >= INT32_LIMIT:
+            raise UsageError(
+                f"{assignments:,} assignments of a layer do not fit the 32-bit counts of drops",
+                remedy="use a smaller batch",
+            )
         return plan
 
     @property
@@ -99,11 +106,8 @@ class ParallelPlan:
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What does not divide, and 32-bit counts that would overflow."""
+        """What does not divide, and what is computed more than once."""
         lines = describe_misfits(self.config, self.mesh)
-        assignments = self.tokens_per_step * self.config.experts_per_token
-        if assignments >= INT32_LIMIT:
-            lines.append(f"{assignments:,} assignments a layer and update overflow 32-bit counts")
         if self.mesh.model > 1:
             lines.append(
                 f"model {self.mesh.model} splits the experts alone: the rest of every layer is "

@@ -54,7 +54,8 @@ class Exchange:
     device in one direction, and what the backward pass holds beside them.
 
     `dispatch` and `give_back` count all chunks or waves. `rows_computed` is how many rows the
-    experts of one device compute; `touched` the bytes of all that the exchange fills, once.
+    experts of one device compute; `touched` the bytes of all that the exchange fills, once;
+    `kept` those of the rows that arrived and came back, which saving them holds to the end.
     """
 
     transport: str
@@ -64,6 +65,7 @@ class Exchange:
     backward: int
     rows_computed: int
     touched: int
+    kept: int = 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -135,6 +137,7 @@ def cell(wire: Wire, capacities: Capacities) -> Exchange:
         backward=wire.rows(rows, wire.width + 2 * wire.inner),
         rows_computed=rows,
         touched=wire.touched(rows),
+        kept=2 * moved,
     )
 
 
@@ -172,13 +175,14 @@ def pooled(wire: Wire, capacities: PooledCapacities) -> Exchange:
         backward=wire.rows(compact, wire.width + 2 * wire.inner),
         rows_computed=waves * compact,
         touched=wire.touched(waves * compact),
+        kept=waves * wire.rows(payload + sent, wire.width),
     )
 
 
 def ragged(wire: Wire, capacities: Capacities, *, emulated: bool = False) -> Exchange:
     """Exactly the accepted rows, into one buffer a chunk; without drops every row leaves.
 
-    Emulated on a CPU, each shard gathers the rows of all shards.
+    Emulated on a CPU, blocks that hold whatever a peer may get travel instead.
     """
     shards, assignments = wire.shape.num_shards, wire.shape.num_assignments
     buffer = capacities.chunk_buffer
@@ -186,10 +190,10 @@ def ragged(wire: Wire, capacities: Capacities, *, emulated: bool = False) -> Exc
     dispatch = give_back = int(wire.rows(assignments, wire.width) * wire.to_peers)
     copies: tuple[tuple[str, int], ...] = ()
     if emulated:
-        chunks = capacities.rule.num_chunks
-        dispatch = wire.rows((shards - 1) * chunks * assignments, wire.width)
-        give_back = wire.rows((shards - 1) * chunks * buffer, wire.width)
-        copies = (("gathered rows", wire.rows(shards * max(assignments, buffer), wire.width)),)
+        block = min(assignments, buffer)
+        per_chunk = wire.rows((shards - 1) * block, wire.width)
+        dispatch = give_back = capacities.rule.num_chunks * per_chunk
+        copies = (("blocks", wire.rows(2 * shards * block, wire.width)),)
     return Exchange(
         "ragged",
         (
@@ -204,6 +208,7 @@ def ragged(wire: Wire, capacities: Capacities, *, emulated: bool = False) -> Exc
         backward=wire.rows(2 * assignments, wire.width) + wire.rows(buffer, 2 * wire.inner),
         rows_computed=computed,
         touched=wire.touched(computed),
+        kept=wire.rows(capacities.rule.num_chunks * buffer + assignments, wire.width),
     )
 
 
@@ -249,9 +254,13 @@ def describe_routing(
     rule = RoutingRule(
         settings.gate, factor, settings.num_chunks, settings.group_size, settings.order
     )
-    inner = config.expert_width
-    if inner % mesh.model == 0:
-        inner //= mesh.model
+    if config.expert_width % mesh.model:
+        raise UsageError(
+            f"{config.expert_width} columns of an expert do not divide over {mesh.model} devices "
+            "of model",
+            remedy="set parallel.mesh.model to a size that divides them",
+        )
+    inner = config.expert_width // mesh.model
     received = settings.receive_capacity_factor
     return Routing(
         Wire(shape, config.latent_width, inner, config.experts_per_token, value_bytes),
@@ -287,7 +296,7 @@ def plan_exchange(routing: Routing, transport: str, *, on_cpu: bool = False) -> 
     return plans[transport]()
 
 
-DIRECTIONS: dict[Remat, int] = {"none": 6, "experts": 6, "layer": 6}
+DIRECTIONS: dict[Remat, int] = {"none": 4, "experts": 6, "layer": 6}
 """Exchanges of rows per layer and update: 2 forward, 2 transposed, and 2 repeated by the backward
 pass where the forward pass does not keep the arrived and the returned rows."""
 

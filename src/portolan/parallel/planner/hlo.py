@@ -35,6 +35,11 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]+)\]"
+    r"(?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))? \{([^}]*)\}"
+)
+_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _LISTED = re.compile(r"replica_groups=\{(\{[0-9,]*\}(?:,\{[0-9,]*\})*)?\}")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 
@@ -180,7 +185,11 @@ def _array_bytes(element: str, dimensions: str) -> int:
 def _first_group(rest: str) -> tuple[tuple[int, ...], int]:
     """The first set of devices and the size of every set; () and 0 for all devices."""
     if iota := _IOTA.search(rest):
-        return _iota_group(*iota.groups())
+        shape, dimensions, permutation = iota.groups()
+        size = int(shape.split(",")[-1])
+        return tuple(itertools.islice(_iota(dimensions, permutation), size)), size
+    if mesh := _MESH.search(rest):
+        return _mesh_group(*mesh.groups())
     if listed := _LISTED.search(rest):
         if not listed.group(1):
             return (), 0
@@ -192,17 +201,40 @@ def _first_group(rest: str) -> tuple[tuple[int, ...], int]:
     return (), 0
 
 
-def _iota_group(
-    shape: str, dimensions: str, permutation: str | None
-) -> tuple[tuple[int, ...], int]:
-    """First row of iota(dimensions), transposed, as [groups, size]."""
+def _iota(dimensions: str, permutation: str | None) -> Iterator[int]:
+    """iota(dimensions), transposed, in order."""
     sizes = [int(size) for size in dimensions.split(",")]
     order = [int(axis) for axis in permutation.split(",")] if permutation else range(len(sizes))
-    size = int(shape.split(",")[-1])
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     ranges = (range(0, sizes[axis] * strides[axis], strides[axis]) for axis in order)
-    numbers = (sum(offsets) for offsets in itertools.product(*ranges))
-    return tuple(itertools.islice(numbers, size)), size
+    return (sum(offsets) for offsets in itertools.product(*ranges))
+
+
+def _mesh_group(
+    axes: str, dimensions: str | None, permutation: str | None, grouped: str
+) -> tuple[tuple[int, ...], int]:
+    """First group of a mesh of named axes, whose groups differ along some of them, or along a part
+    of an axis: `'a':(2)4` is the middle of a split into 2, 4 and the rest."""
+    lengths = {name: int(size) for name, size, _, _ in _AXIS.findall(axes)}
+    parts = {name: (before, size) for name, _, before, size in _AXIS.findall(grouped)}
+    splits: list[tuple[int, bool]] = []
+    for name, length in lengths.items():
+        if name not in parts:
+            splits.append((length, False))
+            continue
+        before, size = (int(part or 1) for part in parts[name])
+        size = size if parts[name][1] else length
+        splits += [(before, False), (size, True), (length // (before * size), False)]
+    strides = [math.prod(size for size, _ in splits[index + 1 :]) for index in range(len(splits))]
+    ranges = (
+        range(0, size * stride, stride)
+        for (size, varies), stride in zip(splits, strides, strict=True)
+        if varies
+    )
+    places = [sum(offsets) for offsets in itertools.product(*ranges)]
+    total = math.prod(lengths.values())
+    devices = list(_iota(dimensions, permutation)) if dimensions else list(range(total))
+    return tuple(devices[place] for place in places), len(places)
 
 
 def mesh_axes(group: Iterable[int], mesh: MeshSizes) -> tuple[str, ...]:

@@ -93,10 +93,8 @@ def _gpu(name: str, device: str, **fields) -> Machine:
     )
 
 
-def _known() -> dict[str, Machine]:
-    tpu_peak = peak_flops_per_second("TPU v5p")
-    assert tpu_peak is not None
-    machines = (
+def _gpus() -> tuple[Machine, ...]:
+    return (
         _gpu(
             "gb200-nvl72",
             "GB200",
@@ -126,6 +124,13 @@ def _known() -> dict[str, Machine]:
             fast_bytes_per_second=4.5e11,
             source="H200 SXM: NVLink 4 in nodes of 8, 400 Gb/s a device outside",
         ),
+    )
+
+
+def _others() -> tuple[Machine, ...]:
+    tpu_peak = peak_flops_per_second("TPU v5p")
+    assert tpu_peak is not None
+    return (
         Machine(
             name="tpu-v5p",
             platform="tpu",
@@ -154,10 +159,9 @@ def _known() -> dict[str, Machine]:
             source="a laptop; bandwidths are round numbers",
         ),
     )
-    return {machine.name: machine for machine in machines}
 
 
-MACHINES: dict[str, Machine] = _known()
+MACHINES: dict[str, Machine] = {machine.name: machine for machine in (*_gpus(), *_others())}
 THIS_CPU = "this-cpu"
 MEASURED_ROWS = 1024
 MEASURED_BYTES = 64 * 2**20

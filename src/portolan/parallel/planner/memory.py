@@ -85,7 +85,8 @@ class Work:
 
     The saved activations and the parameters outside the layers meet either the logits block or the
     work of one layer: its gathered weights and their gradients, its activations, and the larger of
-    its attention weights and its expert exchange.
+    its attention weights and its expert exchange. `accumulated` is what micro-batches leave: a
+    second gradient, and every layer's histograms of router margins.
     """
 
     saved_activations: int
@@ -96,6 +97,7 @@ class Work:
     attention_weights: int
     exchange_forward: int
     exchange_backward: int
+    accumulated: int
 
     @property
     def layer(self) -> int:
@@ -106,7 +108,8 @@ class Work:
     @property
     def total(self) -> int:
         """All that is alive at the worst moment of the gradient program."""
-        return self.saved_activations + self.outside_layers + max(self.layer, self.logits_block)
+        held = self.saved_activations + self.outside_layers + self.accumulated
+        return held + max(self.layer, self.logits_block)
 
 
 def plan_work(
@@ -127,13 +130,14 @@ def plan_work(
         if not leaf.in_layers and (kernels.value_bytes < FLOAT32_BYTES or any(leaf.gathered_axes))
     ]
     per_token = accounting.saved_bytes_per_token(config, remat, kernels.value_bytes)
+    rows_kept = exchange.kept if exchange and remat == "none" else 0
     scores = load.tokens * config.sequence_length * config.num_heads * FLOAT32_BYTES
     if mesh.context == 1:
         scores //= 2
     block = min(load.tokens, max(1, kernels.logits_entries // config.vocab_size))
     rows = ACTIVATIONS_OVER_WIDTH * config.width + 2 * config.num_experts
     return Work(
-        saved_activations=round(config.num_layers * load.tokens * per_token),
+        saved_activations=round(config.num_layers * (load.tokens * per_token + rows_kept)),
         outside_layers=kernels.value_bytes * sum(copied),
         logits_block=accounting.LOGITS_COPIES * FLOAT32_BYTES * block * config.vocab_size,
         layer_weights=2 * kernels.value_bytes * layer,
@@ -141,7 +145,18 @@ def plan_work(
         attention_weights=0 if kernels.fused_attention else SCORE_COPIES * scores,
         exchange_forward=exchange.buffer_bytes if exchange else 0,
         exchange_backward=exchange.backward if exchange else 0,
+        accumulated=_accumulated_bytes(config, leaves, mesh, load),
     )
+
+
+def _accumulated_bytes(
+    config: ModelConfig, leaves: Iterable[Leaf], mesh: MeshSizes, load: Load
+) -> int:
+    if load.num_micro_batches == 1:
+        return 0
+    histograms = config.num_layers * config.num_balance_biases * config.qb_bins
+    entries = sum(leaf.local_size(mesh) for leaf in leaves)
+    return FLOAT32_BYTES * (entries + load.num_micro_batches * histograms)
 
 
 @dataclass(frozen=True)

@@ -70,30 +70,42 @@ def resolve_mesh(settings: MeshSettings, num_devices: int | None = None) -> Mesh
 
 @dataclass(frozen=True)
 class Load:
-    """What one device holds of a batch: parts of `rows` rows, `tokens` T in all."""
+    """What one device holds of a micro-batch: parts of `rows` rows, `tokens` T in all; an update
+    has `num_micro_batches` of them, one after the other."""
 
     rows: int
     tokens: int
+    num_micro_batches: int = 1
+
+    @property
+    def tokens_of_update(self) -> int:
+        """Tokens of a device in all micro-batches."""
+        return self.tokens * self.num_micro_batches
 
 
-def share_of_batch(mesh: MeshSizes, batch_sequences: int, length: int) -> Load:
+def share_of_batch(
+    mesh: MeshSizes, batch_sequences: int, length: int, num_micro_batches: int = 1
+) -> Load:
     """The share of a device: rows over the batch axes, positions over `context`.
 
     Raises:
         UsageError: rows or positions do not divide.
     """
-    parts = mesh.size(*BATCH_AXES)
+    parts = mesh.size(*BATCH_AXES) * num_micro_batches
+    devices = "devices of replica x data x expert"
+    if num_micro_batches > 1:
+        devices += f" x {num_micro_batches} micro-batches"
     for number, what, divisor, axes in (
-        (batch_sequences, "sequences of a batch", parts, "replica x data x expert"),
-        (length, "positions of a row", mesh.context, "context"),
+        (batch_sequences, "sequences of a batch", parts, devices),
+        (length, "positions of a row", mesh.context, "devices of context"),
     ):
         if number % divisor:
             raise UsageError(
-                f"{number:,} {what} do not divide over {divisor} devices of {axes}",
+                f"{number:,} {what} do not divide over {divisor} {axes}",
                 remedy="choose another mesh with --set parallel.mesh.AXIS=N, or change the recipe",
             )
     rows = batch_sequences // parts
-    return Load(rows, rows * (length // mesh.context))
+    return Load(rows, rows * (length // mesh.context), num_micro_batches)
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,12 @@ def count_flops(
     exchange: Exchange | None,
 ) -> DeviceFlops:
     """FLOPs of one device; dropped rows are counted as computed."""
-    forward = int(accounting.forward_flops_per_token(config)) * load.tokens
-    routed = accounting.routed_flops_per_token(config) * load.tokens
+    tokens = load.tokens_of_update
+    forward = int(accounting.forward_flops_per_token(config)) * tokens
+    routed = accounting.routed_flops_per_token(config) * tokens
     again = {"none": 0, "experts": routed, "layer": forward}[remat]
     if remat == "layer":
-        again -= 2 * config.width * config.vocab_size * load.tokens
+        again -= 2 * config.width * config.vocab_size * tokens
     passes = TRAINING_OVER_FORWARD + (remat != "none")
     padding = 0
     if exchange is not None and exchange.transport in FIXED_SHAPE:
@@ -101,6 +102,7 @@ def memory_traffic(
     parameters = sum(share.parameters for share in shares)
     moments = sum(share.moments for share in shares)
     update = FLOAT32_BYTES * (3 * parameters + 2 * moments)
+    repeats = load.num_micro_batches
     passes = TRAINING_OVER_FORWARD + (remat != "none")
     weights = sum(leaf.gathered_size(mesh) for leaf in leaves)
     gradients = 2 * FLOAT32_BYTES * parameters
@@ -108,9 +110,8 @@ def memory_traffic(
     layer = ACTIVATIONS_OVER_WIDTH * config.width * value_bytes * load.tokens
     layer += exchange.touched if exchange else 0
     per_layer = 2 * saved + 2 * passes * layer
-    return round(
-        update + gradients + passes * value_bytes * weights + config.num_layers * per_layer
-    )
+    micro = gradients + passes * value_bytes * weights + config.num_layers * per_layer
+    return round(update + repeats * micro)
 
 
 @dataclass(frozen=True)

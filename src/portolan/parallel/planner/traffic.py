@@ -5,7 +5,7 @@ of metrics are left out.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from portolan.accounting import FLOAT32_BYTES
 from portolan.parallel.layout import COUNT_AXES, MESH_AXES
@@ -35,17 +35,20 @@ def gathered(num_bytes: int, num_devices: int) -> int:
     return num_bytes * (num_devices - 1) // num_devices
 
 
-def _weight_flows(leaves: Iterable[Leaf], mesh: MeshSizes, value_bytes: int) -> Iterator[Flow]:
-    """Weights gathered in the compute type, once more in the backward pass of a layer; gradients
-    scattered in float32."""
+def _weight_flows(
+    leaves: Iterable[Leaf], mesh: MeshSizes, value_bytes: int, num_micro_batches: int
+) -> Iterator[Flow]:
+    """Weights gathered in the compute type, those of a layer once more in the backward pass, those
+    outside once an update; gradients scattered in float32."""
     for leaf in leaves:
         size = leaf.local_size(mesh)
-        uses = 2 if leaf.in_layers else 1
+        uses = 2 * num_micro_batches if leaf.in_layers else 1
         for axes in filter(None, leaf.gathered_axes):
             num_devices = mesh.size(*axes)
             size *= num_devices
+            gradient = num_micro_batches * gathered(FLOAT32_BYTES * size, num_devices)
             yield Flow("weights", axes, uses * gathered(value_bytes * size, num_devices))
-            yield Flow("gradients, scattered", axes, gathered(FLOAT32_BYTES * size, num_devices))
+            yield Flow("gradients, scattered", axes, gradient)
 
 
 def _gradient_flows(leaves: Iterable[Leaf], mesh: MeshSizes) -> Iterator[Flow]:
@@ -60,15 +63,16 @@ def _gradient_flows(leaves: Iterable[Leaf], mesh: MeshSizes) -> Iterator[Flow]:
 def _exchange_flows(
     config: ModelConfig, mesh: MeshSizes, load: Load, remat: Remat, exchange: Exchange
 ) -> Iterator[Flow]:
-    """Rows to the experts and back, counts, float32 sums over the parts of an expert."""
+    """Rows to the experts and back, and what the backward pass always repeats: counts, and float32
+    sums over the parts of an expert."""
     pairs, layers = DIRECTIONS[remat] // 2, config.num_layers
     rows = pairs * layers * (exchange.dispatch + exchange.give_back)
     yield Flow("expert rows", ("expert",), rows)
     if exchange.transport in COUNTING:
         counts = (mesh.expert - 1) * config.num_experts * FLOAT32_BYTES
-        yield Flow("expert counts", ("expert",), (pairs - 1) * layers * counts)
+        yield Flow("expert counts", ("expert",), 2 * layers * counts)
     summed = 2 * gathered(FLOAT32_BYTES * load.tokens * config.latent_width, mesh.model)
-    yield Flow("parts of an expert", ("model",), pairs * layers * summed)
+    yield Flow("parts of an expert", ("model",), 3 * layers * summed)
 
 
 def _context_flows(
@@ -91,7 +95,7 @@ def _context_flows(
 def _balance_flows(config: ModelConfig, mesh: MeshSizes) -> Iterator[Flow]:
     """The histograms of quantile balancing, added over all tokens."""
     if config.balance == "qb_hist":
-        histogram = FLOAT32_BYTES * config.num_experts * (config.qb_bins + 1)
+        histogram = FLOAT32_BYTES * config.num_experts * config.qb_bins
         axes = mesh.used(*COUNT_AXES)
         moved = 2 * gathered(histogram, mesh.size(*axes))
         yield Flow("balance histograms", axes, config.num_layers * moved)
@@ -142,14 +146,16 @@ def list_flows(
     """Everything that leaves a device in one update, by name and axes; nothing that is 0."""
     leaves = tuple(leaves)
     flows = [
-        *_weight_flows(leaves, mesh, value_bytes),
         *_gradient_flows(leaves, mesh),
         *_context_flows(config, mesh, load, value_bytes),
         *_balance_flows(config, mesh),
-        *_optimizer_flows(leaves, mesh),
     ]
     if exchange is not None:
         flows += _exchange_flows(config, mesh, load, remat, exchange)
+    times = load.num_micro_batches
+    flows = [replace(flow, num_bytes=times * flow.num_bytes) for flow in flows]
+    flows += _weight_flows(leaves, mesh, value_bytes, times)
+    flows += _optimizer_flows(leaves, mesh)
     totals: dict[tuple[str, tuple[str, ...], bool], int] = {}
     for flow in flows:
         axes = mesh.used(*flow.axes)

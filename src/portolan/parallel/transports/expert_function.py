@@ -16,17 +16,18 @@ Array = jax.Array
 class ExpertFunction(NamedTuple):
     """The experts, in the two layouts that transports use.
 
-    `grouped(rows [N, R], sizes int32[El], experts)` takes rows sorted by expert from row 0 on, and
-    zeros after them; `batched(rows [El, C, R], experts)` as many rows of every expert. `experts`
-    is a tree with leading El. Both return rows in the same layout, and zero for a row of zeros.
+    `grouped(rows [N, R], sizes int32[El], experts, expected)` takes rows sorted by expert from row
+    0 on, about `expected` of them, and zeros after them; `batched(rows [El, C, R], experts)` as
+    many rows of every expert. `experts` is a tree with leading El. Both return rows in the same
+    layout, and zero for a row of zeros.
     """
 
-    grouped: Callable[[Array, Array, Any], Array]
+    grouped: Callable[[Array, Array, Any, int], Array]
     batched: Callable[[Array, Any], Array]
 
 
-def _grouped_mlp(rows: Array, sizes: Array, experts: GatedMlp) -> Array:
-    layout = choose_layout(sizes, rows.shape[0])
+def _grouped_mlp(rows: Array, sizes: Array, experts: GatedMlp, expected: int) -> Array:
+    layout = choose_layout(sizes, rows.shape[0], expected)
     x = layout.enter(rows)
     products = layout.multiply(x, experts.gate), layout.multiply(x, experts.up)
     gate, up = checkpoint_name(products, SAVED_PRODUCTS)

@@ -1,10 +1,11 @@
 """Products of rows sorted by expert with the matrix of their expert; group sizes are traced.
 
-Shapes: N rows, E experts of a shard, R rows in, F columns out, B blocks of P rows.
+Shapes: N rows, E experts of a shard, R columns in, F columns out, B blocks of P rows.
 
 On CPU `jax.lax.ragged_dot` multiplies every row with every expert; there the rows of each expert
 are padded to blocks, and a loop walks through the blocks in use (parallel.md 6.1). Elsewhere it is
-`ragged_dot`, one instruction where XLA has a kernel for it.
+`ragged_dot`: one instruction on TPUs, and on CUDA where XLA has a kernel for it; jaxlib 0.10.2
+expands it there too (see `portolan.model.kernels`), to E times the products.
 """
 
 from typing import NamedTuple
@@ -132,10 +133,13 @@ class Layout(NamedTuple):
         return permute(y.reshape(-1, y.shape[-1]), self.blocks.place, self.blocks.row)
 
 
-def choose_layout(sizes: jax.Array, num_rows: int) -> Layout:
-    """Blocks on CPU, plain rows elsewhere, for groups of `sizes` int32[E] from row 0 on."""
+def choose_layout(sizes: jax.Array, num_rows: int, expected_rows: int) -> Layout:
+    """Blocks on CPU, plain rows elsewhere, for groups of `sizes` int32[E] from row 0 on.
+
+    About `expected_rows` of the `num_rows` are likely to be in groups.
+    """
     if platform() == "cpu":
-        block_rows = choose_block_rows(num_rows, sizes.size)
+        block_rows = choose_block_rows(expected_rows, sizes.size)
         return Layout(sizes, plan_blocks(sizes, num_rows, block_rows))
     return Layout(sizes.at[-1].add(num_rows - sizes.sum(dtype=sizes.dtype)), None)
 
@@ -145,5 +149,5 @@ def grouped_matmul(x_NR: jax.Array, matrix_ERF: jax.Array, sizes: jax.Array) -> 
 
     Group e holds `sizes[e]` rows; the groups begin at row 0.
     """
-    layout = choose_layout(sizes, x_NR.shape[0])
+    layout = choose_layout(sizes, x_NR.shape[0], x_NR.shape[0])
     return layout.leave(layout.multiply(layout.enter(x_NR), matrix_ERF))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from portolan.model.kernels import platform
 from portolan.parallel.routing import Updates
 from portolan.parallel.transports import EXPERT_AXIS
-from portolan.parallel.transports.rows import rows_or_zero
+from portolan.parallel.transports.rows import empty_like, rows_or_zero
 
 
 def exchange_segments(operand: jax.Array, out: jax.Array, updates: Updates) -> jax.Array:
@@ -30,20 +30,35 @@ def exchange_segments(operand: jax.Array, out: jax.Array, updates: Updates) -> j
 
 
 def emulate_exchange(operand: jax.Array, out: jax.Array, updates: Updates) -> jax.Array:
-    """The same by gathering all operands: S times the bytes, for CPUs and tests."""
-    num_shards, me = jax.lax.axis_size(EXPERT_AXIS), jax.lax.axis_index(EXPERT_AXIS)
-    operands = jax.lax.all_gather(operand, EXPERT_AXIS, tiled=True)
-    plans = jax.lax.all_gather(jnp.stack([updates.start, updates.send, updates.out]), EXPERT_AXIS)
-    mine = plans.reshape(num_shards, 3, num_shards, -1)[:, :, me]
-    start, send, first = mine.swapaxes(0, 1).reshape(3, -1)
-    row = jnp.arange(out.shape[0], dtype=jnp.int32)
-    holds = (row[:, None] >= first) & (row[:, None] < first + send)
-    peer = jnp.arange(start.size, dtype=jnp.int32) // (start.size // num_shards)
-    # Segments are disjoint: at most one holds a row, and the sum is its term.
-    offset = jnp.where(holds, peer * operand.shape[0] + start - first, 0).sum(axis=1)
-    source = jnp.where(holds.any(axis=1), offset + row, -1)
-    arrived = rows_or_zero(operands, source)
-    return jnp.where(source[:, None] < 0, out, arrived)
+    """The same by a dense exchange of blocks that hold whatever a peer may get, for CPUs.
+
+    S * min(N, M) rows travel, most of them empty.
+    """
+    num_shards = jax.lax.axis_size(EXPERT_AXIS)
+    block = min(operand.shape[0], out.shape[0])
+    start, send, first = (part.reshape(num_shards, -1) for part in updates[:3])
+    place = jnp.cumsum(send, axis=1) - send
+    packed = rows_or_zero(operand, _locate(block, place, send, start).reshape(-1))
+    arrived = jax.lax.all_to_all(packed, EXPERT_AXIS, 0, 0, tiled=True)
+    segments = jnp.stack([place, send, first], axis=1)
+    segments = jax.lax.all_to_all(segments, EXPERT_AXIS, 0, 0, tiled=True)
+    place = segments[:, 0] + block * jnp.arange(num_shards, dtype=jnp.int32)[:, None]
+    send, first = segments[:, 1].reshape(-1), segments[:, 2].reshape(-1)
+    source = _locate(out.shape[0], first, send, place.reshape(-1))
+    return jnp.where(source[:, None] < 0, out, rows_or_zero(arrived, source))
+
+
+def _locate(num_rows: int, first: jax.Array, size: jax.Array, target: jax.Array) -> jax.Array:
+    """Where each of `num_rows` rows is at `target`, -1 for none: int32[..., N].
+
+    Segments [..., U] begin at row `first` and at place `target`; at most one holds a row, so that
+    a sum over all finds its term.
+    """
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    first, size, target = (part[..., None, :] for part in (first, size, target))
+    holds = (row[:, None] >= first) & (row[:, None] < first + size)
+    offset = jnp.where(holds, target - first, 0).sum(axis=-1)
+    return jnp.where(holds.any(axis=-1), offset + row, -1)
 
 
 def written_rows(updates: Updates, dual: Updates, num_rows: int) -> jax.Array:
@@ -69,7 +84,7 @@ def move(operand: jax.Array, out: jax.Array, updates: Updates, dual: Updates) ->
 
 def _forward(operand, out, updates, dual):
     moved = exchange_segments(operand, out, updates)
-    return moved, (operand[:, :0], updates, dual)
+    return moved, (empty_like(operand), updates, dual)
 
 
 def _backward(saved, grad):

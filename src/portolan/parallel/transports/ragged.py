@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from portolan.model.expert_rows import SAVED_ARRIVED, SAVED_RETURNED
 from portolan.model.router import SAVED_ROUTING
 from portolan.parallel.capacity import Capacities
 from portolan.parallel.drops import Drops
@@ -16,13 +17,7 @@ from portolan.parallel.routing import (
 )
 from portolan.parallel.transports import EXPERT_AXIS
 from portolan.parallel.transports.move import move
-from portolan.parallel.transports.routed import (
-    SAVED_ARRIVED,
-    SAVED_RETURNED,
-    Experts,
-    Routed,
-    local_drops,
-)
+from portolan.parallel.transports.routed import Experts, Routed, local_drops
 from portolan.parallel.transports.rows import combine, invert, spread, zeros_after
 
 
@@ -50,6 +45,7 @@ def exchange_ragged(
     first of its sorted rows, so they are read in place, and arrive sorted by expert from row 0 on.
     """
     me, width = jax.lax.axis_index(EXPERT_AXIS), capacities.chunk_experts
+    num_chunks = capacities.rule.num_chunks
     counts = count_assignments(routed.ids, capacities.shape.num_experts)
     counts_SE = jax.lax.all_gather(counts, EXPERT_AXIS)
     found = plan(counts_SE, capacities)
@@ -57,7 +53,7 @@ def exchange_ragged(
     source, slots = checkpoint_name((source, slots), SAVED_ROUTING)
     rows = spread(routed.x_TR, source, slots)
     returned = jnp.zeros_like(rows)
-    for chunk in range(capacities.rule.num_chunks):
+    for chunk in range(num_chunks):
         accepted = found.chunk(chunk)
         there = dispatch_updates(counts_SE, accepted, me)
         back = return_updates(counts_SE, accepted, me)
@@ -66,9 +62,9 @@ def exchange_ragged(
         first = me * capacities.shape.local_experts + chunk * width
         sizes = jax.lax.dynamic_slice_in_dim(accepted.sum(axis=0, dtype=jnp.int32), first, width)
         mine = experts.slice(chunk * width, width)
-        done = experts.function.grouped(arrived, sizes, mine)
+        done = experts.function.grouped(arrived, sizes, mine, slots.size // num_chunks)
         returned = move(done, returned, back, there)
-        if chunk + 1 < capacities.rule.num_chunks:
+        if chunk + 1 < num_chunks:
             # Without it all dispatches may start at once, and chunks save no memory.
             rows, returned = jax.lax.optimization_barrier((rows, returned))
     returned = checkpoint_name(returned, SAVED_RETURNED)

@@ -8,11 +8,6 @@ import jax.numpy as jnp
 from portolan.parallel.drops import Drops
 from portolan.parallel.transports.expert_function import ExpertFunction
 
-SAVED_ARRIVED = "arrived_rows"
-"""Name, for checkpoint policies, of the rows that arrived at their experts."""
-SAVED_RETURNED = "returned_rows"
-"""Name of the rows that came back from them; with both and the products no exchange is repeated."""
-
 
 class Routed(NamedTuple):
     """Tokens of one shard: x [T, R], combine weights [T, K], expert of each assignment int32[A].

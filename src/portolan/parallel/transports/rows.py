@@ -18,6 +18,11 @@ def rows_or_zero(rows: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(rows, beyond, axis=0, mode="fill", fill_value=0)
 
 
+def empty_like(rows: jax.Array) -> jax.Array:
+    """[N, 0]: number and type of rows for a backward pass, without a need to compute them again."""
+    return jnp.zeros((rows.shape[0], 0), rows.dtype)
+
+
 def zeros_after(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Zeros of a shape and the type of `array`, which do not exist before it.
 
@@ -48,7 +53,7 @@ def spread(x_TR: jax.Array, source: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def _spread_forward(x_TR, source, slots):
-    return spread(x_TR, source, slots), (x_TR[:, :0], slots)
+    return spread(x_TR, source, slots), (empty_like(x_TR), slots)
 
 
 def _spread_backward(saved, grad_NR):
