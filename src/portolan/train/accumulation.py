@@ -52,4 +52,5 @@ def _merge_metrics(parts: RouterMetrics) -> RouterMetrics:
             return jnp.max(value, axis=0)
         return jnp.sum(value, axis=0) if name in SUMMED else jnp.mean(value, axis=0)
 
-    return RouterMetrics(**{name: merge(name, v) for name, v in parts._asdict().items()})
+    merged: dict[str, Any] = {name: merge(name, v) for name, v in parts._asdict().items()}
+    return RouterMetrics(**merged)
