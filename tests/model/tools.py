@@ -8,9 +8,12 @@ from portolan.model import transformer
 from portolan.shapes import ModelConfig, derive_shape
 
 
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
 def quick_jit(function, **options):
     """`jax.jit` without code optimisation: tests run each program once or twice."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
+    return jax.jit(function, compiler_options=QUICK, **options)
 
 
 def small_config(**overrides) -> ModelConfig:

@@ -44,6 +44,7 @@ def compare(one: dict[str, Any], many: dict[str, Any], difference: float = 1e-5)
     assert many["differing"] == []
 
 
+@pytest.mark.slow
 def test_all_axes_at_once(tmp_path):
     meshes = [{}, DATA_EXPERT_CONTEXT, REPLICA_EXPERT_MODEL]
     one, *others = run_cases(tmp_path, [{"mesh": mesh, "steps": 3} for mesh in meshes])
