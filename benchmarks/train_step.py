@@ -36,7 +36,7 @@ SAME_ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:"
     f"glibc.malloc.trim_threshold={2**40}"
 }
-"""What `make demo` and `keep_memory` set: huge pages, and nothing given back between steps."""
+"""Huge pages, as in `make demo`, and nothing given back between steps, for both sides."""
 SETTLE_SECONDS = 0.3
 BATCH_SEQUENCES = 8
 

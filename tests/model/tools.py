@@ -7,7 +7,6 @@ import numpy as np
 from portolan.model import transformer
 from portolan.shapes import ModelConfig, derive_shape
 
-
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 

@@ -1,7 +1,5 @@
-"""Programs kept between processes, found again and never a reason to fail; memory kept too."""
+"""Programs kept between processes, found again and never a reason to fail."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -120,32 +118,3 @@ def test_a_folder_that_jax_was_told_of_stays(hits, tmp_path):
     programs.keep_programs(tmp_path / "mine")
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "other")
     assert not (tmp_path / "mine").exists()
-
-
-TOUCH_PAGES = """
-import resource, threading
-import numpy as np
-from portolan.train.programs import keep_memory
-
-def fill():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    np.ones(25_000_000, np.float32)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-keep_memory()
-faults = [fill(), fill()]
-thread = threading.Thread(target=lambda: faults.append(fill()))
-thread.start()
-thread.join()
-print(*faults)
-"""
-
-
-def test_an_array_takes_the_memory_of_the_one_before_it():
-    """In the same thread and in another one, as XLA's are: pages new to the process, on Linux."""
-    command = [sys.executable, "-c", TOUCH_PAGES]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    first, again, in_thread = map(int, printed.split())
-    if sys.platform == "linux":
-        assert first > 25
-        assert max(again, in_thread) <= 10

@@ -172,9 +172,8 @@ def train(
         record_finished(project, record, run)
         return False
     from portolan.train.crew import Crew
-    from portolan.train.programs import keep_memory, keep_programs
+    from portolan.train.programs import keep_programs
 
-    keep_memory()
     keep_programs()
     crew = Crew.of_jax()
     crew.decide(lambda: _open_run(project, corpus, record, run))

@@ -1,17 +1,14 @@
-"""What makes training faster around the programs: they are kept, and so is freed memory.
+"""Compiled programs are kept between processes, so that a restart does not compile again.
 
-Compiled programs are kept between processes so that a restart does not compile again. They
-lie in a folder of the user, not of the project: a program is machine code that JAX runs as it is,
-and a project folder is handed to strangers. A second project with the same shapes finds them.
+They lie in a folder of the user, not of the project: a program is machine code that JAX runs as it
+is, and a project folder is handed to strangers. A second project with the same shapes finds them.
 """
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import itertools
 import os
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -27,10 +24,6 @@ MIN_COMPILE_SECONDS = 0.3
 ENTRY_SUFFIX = "-cache"
 SEAL_SUFFIX = "-sha256"
 _kept: set[Path] = set()
-
-ALLOCATOR_OPTIONS = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
-"""Number and value of options of mallopt(3): no mapping of its own for a large array, nothing given
-back to the system, one heap for all threads."""
 
 
 def default_folder() -> Path:
@@ -64,19 +57,6 @@ def keep_programs(folder: Path | None = None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
     _kept.add(folder)
     atexit.register(seal_programs)
-
-
-def keep_memory() -> None:
-    """Let the arrays of an update take the memory of those of the update before it.
-
-    The C library of Linux returns large arrays to the system at once, which hands them out again
-    page by page, filled with zeros: a sixth of a step. Elsewhere this does nothing. Call it before
-    JAX starts its threads.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for option, value in ALLOCATOR_OPTIONS.values():
-            mallopt(option, value)
 
 
 def seal_programs() -> None:
