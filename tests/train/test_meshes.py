@@ -84,6 +84,7 @@ def test_a_run_moves_from_mesh_to_mesh(tmp_path):
         {"mesh": {"expert": 4}, "micro_batches": 2, "first": 4, "steps": 2},
     ]
     one, *parts = run_cases(tmp_path, cases)
+    assert all(part["restored_exactly"] for part in parts)
     losses = [loss for part in parts for loss in part["loss"]]
     assert losses[:-1] == pytest.approx(one["loss"][:-1], rel=TOLERANCE)
     assert losses[-1] == pytest.approx(one["loss"][-1], rel=MERGED_TOLERANCE)
