@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from portolan.errors import UsageError
 from portolan.settings import PositiveInt, Settings
 
 Transport = Literal["auto", "grouped", "ring", "cell", "pooled", "ragged"]
@@ -32,6 +33,22 @@ class MeshSettings(Settings):
         """Devices of all axes whose size is given."""
         sizes = (self.replica, self.data, self.context, self.expert, self.model)
         return math.prod(size for size in sizes if size != INFERRED)
+
+    def sizes_on(self, num_devices: int, *, found: str, remedy: str) -> dict[str, int]:
+        """Length of every axis on `num_devices` devices; `found` says in an error where they are.
+
+        Raises:
+            UsageError: the axes need more devices.
+        """
+        sizes = self.model_dump()
+        if self.num_fixed > num_devices:
+            shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+            raise UsageError(
+                f"the mesh {shape} needs {self.num_fixed} devices, {found}", remedy=remedy
+            )
+        if self.data == INFERRED:
+            sizes["data"] = num_devices // self.num_fixed
+        return sizes
 
 
 class ParallelSettings(Settings):
@@ -63,6 +80,12 @@ class ParallelSettings(Settings):
         if self.transport in ("grouped", "pooled") and self.gate != "none":
             raise ValueError(f"transport {self.transport!r} has no gate; leave it out")
         return self
+
+    def transport_on(self, expert_axis: int) -> Transport:
+        """The transport on an expert axis of that length: what `auto` stands for."""
+        if self.transport != "auto":
+            return self.transport
+        return "grouped" if expert_axis == 1 and self.gate == "none" else "ragged"
 
     @property
     def drops_rows(self) -> bool:

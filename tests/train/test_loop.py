@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.train import runs
+from tests.train.runs import IDENTITY, PEAK
 
 from portolan.data.loader import TokenBatch, label_weights
 from portolan.errors import PortolanError, ResumeRefused, StorageError, TrainingDiverged
 from portolan.evals.perplexity import HeldOutEvaluator
-from portolan.optim.schedule import PeakRates
-from portolan.optim.settings import OptimizerSettings
 from portolan.shapes import derive_shape
 from portolan.track.tracker import metrics_digest, read_metrics
 from portolan.train import loop as loop_module
@@ -24,32 +24,23 @@ from portolan.train.checkpoint import CheckpointStore
 from portolan.train.interface import Outcome
 from portolan.train.loop import TrainingLoop
 from portolan.train.process import exclusive
-from portolan.train.state import RunSettings, group_table
+from portolan.train.state import NUM_EVALUATION_MARKS, RunSettings, group_table
 from portolan.train.step import make_train_step
 
 CONFIG = derive_shape(
     "micro", 32, vocab_size=64, sequence_length=16, window=8, num_experts=4, num_layers=2
 )
-PEAK = PeakRates(0.02, 0.01, 0.9, 0.95, 1e-8, False)
-RUN = RunSettings(
+RUN = dataclasses.replace(
+    runs.RUN,
     run_id="rung-tiny",
-    role="rung",
     config=CONFIG,
     batch_sequences=4,
     steps=24,
-    peak=PEAK,
     warmup_steps=3,
-    min_ratio=0.05,
-    optimizer=OptimizerSettings(hyperball_scope="per_expert", ns_dtype="float32").with_law(PEAK),
-    seed=0,
-    compute_dtype="float32",
-    z_weight=1e-4,
-    remat="none",
     norm_interval_steps=10,
-    temporary_checkpoint_seconds=1e9,
     permanent_checkpoint_steps=10,
+    num_evaluations=NUM_EVALUATION_MARKS,
 )
-IDENTITY = {"config_digest": "c" * 64, "data_digest": "d" * 64}
 MARKS = sorted({max(1, round(k * 24 / 20)) for k in range(1, 21)})
 
 

@@ -12,9 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from portolan.model.attention import Context, rotary_tables
 from portolan.model.conv import find_neighbours
+from portolan.model.drops import Drops
 from portolan.model.kernels import choose_experts
 from portolan.model.norms import wide
-from portolan.model.router import SAVED_ROUTING, Drops, Routing
+from portolan.model.router import SAVED_ROUTING, Routing
 from portolan.model.totals import Totals
 from portolan.model.tree import Block, GatedMlp, Params
 from portolan.shapes import ModelConfig

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from portolan.model.drops import Drops
 from portolan.model.histograms import Histogram, count_bins, counter, merge
 from portolan.model.totals import ALL_TOKENS, Totals
 from portolan.shapes import COMBINE_WEIGHT_SUM, Combine, ModelConfig
@@ -39,15 +40,6 @@ class RouterMetrics(NamedTuple):
     sender_dropped: jax.Array | None
     receiver_dropped: jax.Array | None
     padding_skipped: jax.Array | None
-
-
-class Drops(NamedTuple):
-    """Assignments of one layer, int32: cut off by a limit at the sender or at the receiver, and
-    skipped because their token is padding."""
-
-    sender: jax.Array
-    receiver: jax.Array
-    skipped: jax.Array
 
 
 class Routing(NamedTuple):

@@ -10,6 +10,9 @@ from portolan.errors import UsageError
 Gate = Literal["none", "cell", "receiver", "waterfill"]
 Order = Literal["source_major", "round_robin"]
 INT32_LIMIT = 2**31
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
+BLOCKS_PER_EXPERT = 4
+"""Blocks that the mean load should fill."""
 # Codes l + 1 of local experts travel as activation values: the largest integer exact in each type.
 EXACT_INTEGERS = {"bfloat16": 256, "float16": 2048, "float32": 2**24}
 
@@ -30,6 +33,13 @@ def parse_capacity_factor(text: str | int | Fraction) -> Fraction:
             remedy='write it as a string such as "1.15"',
         )
     return factor
+
+
+def choose_block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a block in grouped products: the largest power of two of at most N / (4 E), between
+    8 and 128, so that padding is about an eighth (parallel.md 6.1)."""
+    wanted = max(num_rows // (BLOCKS_PER_EXPERT * num_experts), 1)
+    return min(max(2 ** (wanted.bit_length() - 1), MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
 
 
 def ceil_div(value: int, divisor: int) -> int:

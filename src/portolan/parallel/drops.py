@@ -6,25 +6,15 @@ No JAX here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from portolan.errors import PortolanError
+from portolan.model.drops import Drops
 
 Cause = Literal["sender_cell", "sender_pool", "receiver_capacity", "padding_skipped"]
-
-
-class Drops(NamedTuple):
-    """Assignments of one layer, summed over the devices that split the tokens; int32 on devices.
-
-    `sender` and `receiver` were refused there, `skipped` belong to padding tokens.
-    """
-
-    sender: Any
-    receiver: Any
-    skipped: Any
 
 
 def layer_causes(drops: Drops, transport: str) -> dict[Cause, NDArray[np.int64]]:
@@ -38,6 +28,10 @@ def layer_causes(drops: Drops, transport: str) -> dict[Cause, NDArray[np.int64]]
         "receiver_capacity": receiver,
         "padding_skipped": skipped,
     }
+
+
+DROP_FRACTION = "drops/drop_fraction"
+"""Key of the metric that `DropTotals.metrics` has for `drop_fraction`."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from portolan.errors import UsageError
+from portolan.model.drops import Drops
 from portolan.parallel.capacity import (
     EXACT_INTEGERS,
     INT32_LIMIT,
@@ -25,7 +26,6 @@ from portolan.parallel.capacity import (
     RoutingRule,
     parse_capacity_factor,
 )
-from portolan.parallel.drops import Drops
 from portolan.parallel.layout import COUNT_AXES
 from portolan.parallel.transports import MODEL_AXIS
 from portolan.parallel.transports.cell import exchange_cells
@@ -75,10 +75,8 @@ class Exchange:
         if experts_TK.size != shape.num_assignments:
             raise ValueError(f"{experts_TK.shape} assignments, not {shape.num_assignments}")
         if self.transport == "grouped":
-            y_TR, drops = (
-                apply_grouped(x_TR, weights_TK, experts_TK, valid_T, experts),
-                local_drops(),
-            )
+            y_TR = apply_grouped(x_TR, weights_TK, experts_TK, valid_T, experts)
+            drops = local_drops()
         else:
             ids = jnp.where(valid_T[:, None], experts_TK, shape.num_experts).reshape(-1)
             routed = Routed(x_TR, weights_TK, ids.astype(jnp.int32))
@@ -115,10 +113,7 @@ def make_exchange(
     num_shards = sizes["expert"]
     shape = ExchangeShape(num_shards, num_experts, tokens_per_shard * num_selected)
     _check_total(shape, sizes)
-    transport = settings.transport
-    if transport == "auto":
-        plain = num_shards == 1 and settings.gate == "none"
-        transport = "grouped" if plain else "ragged"
+    transport = settings.transport_on(num_shards)
     if transport == "grouped" and num_shards > 1:
         raise UsageError(
             f'parallel.transport = "grouped" needs all experts on every device, but '

@@ -17,6 +17,11 @@ COUNT_AXES = (*BATCH_AXES, "context")
 SHARDED_AXES = ("data", "expert")
 """Axes that split the matrices outside the experts."""
 
+STACK_AXES = tuple(axis for axis in MESH_AXES if axis != "replica")
+"""Axes that share the matrices of a stack for Newton-Schulz; every replica repeats it."""
+EXPERTS = "blocks/moe/experts/"
+"""Where the paths of the experts' matrices begin."""
+
 Axes = tuple[str, ...]
 
 INWARD: tuple[Axes, ...] = (SHARDED_AXES, ("model",))

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from portolan.errors import UsageError
 from portolan.parallel.layout import MESH_AXES
-from portolan.parallel_settings import INFERRED, MeshSettings
+from portolan.parallel_settings import MeshSettings
 
 
 def resolve_sizes(settings: MeshSettings, num_devices: int) -> dict[str, int]:
@@ -19,17 +18,11 @@ def resolve_sizes(settings: MeshSettings, num_devices: int) -> dict[str, int]:
     Raises:
         UsageError: the axes need more devices than there are.
     """
-    sizes = {axis: getattr(settings, axis) for axis in MESH_AXES}
-    fixed = settings.num_fixed
-    if fixed > num_devices:
-        shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        raise UsageError(
-            f"the mesh {shape} needs {fixed} devices, {num_devices} are here",
-            remedy="choose another one with --mesh, such as --mesh data=-1",
-        )
-    if sizes["data"] == INFERRED:
-        sizes["data"] = num_devices // fixed
-    return sizes
+    return settings.sizes_on(
+        num_devices,
+        found=f"{num_devices} are here",
+        remedy="choose another one with --mesh, such as --mesh data=-1",
+    )
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

@@ -17,18 +17,18 @@ from jax.sharding import Mesh
 
 from portolan.errors import UsageError
 from portolan.model import transformer
+from portolan.model.drops import Drops
 from portolan.model.placement import Placement
-from portolan.model.router import Drops, Routing
+from portolan.model.router import Routing
 from portolan.model.tree import Block, GatedMlp, Params, abstract
 from portolan.parallel import context
 from portolan.parallel.exchange import make_exchange
-from portolan.parallel.layout import BATCH_AXES, COUNT_AXES, Axes, leaf_axes
+from portolan.parallel.layout import COUNT_AXES, EXPERTS, Axes, leaf_axes
 from portolan.parallel.sharding import REPLICATED, ROWS, parameter_tree
 from portolan.parallel_settings import ParallelSettings
 from portolan.shapes import ModelConfig
 from portolan.tree import flatten_paths
 
-EXPERTS = "blocks/moe/experts/"
 BATCH_DEVICES = "replica x data x expert"
 
 
@@ -169,7 +169,7 @@ class MeshPlacement(Placement):
 
     def gather(self, x_T: jax.Array) -> jax.Array:
         """The rows of all tokens of the batch."""
-        return jax.lax.all_gather(x_T, (*BATCH_AXES, context.AXIS), axis=0, tiled=True)
+        return jax.lax.all_gather(x_T, COUNT_AXES, axis=0, tiled=True)
 
     def whole(self, params: Params, dtype: Any) -> Params:
         """The parameters outside the layers, gathered where a dimension is split."""
@@ -219,7 +219,7 @@ class MeshPlacement(Placement):
         routed, drops = exchange(x_TR, weights, routing.experts_TK, valid_T, experts)
         if self.spread.dropless or not self.spread.settings.drops_rows:
             return routed, None
-        return routed, Drops(*drops)
+        return routed, drops
 
 
 def _whole_leaf(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from portolan.model.loss import SMALLEST_TOTAL
 from portolan.model.router import RouterMetrics, merged_beta
 from portolan.model.transformer import Batch, LossAux
 
@@ -22,7 +23,7 @@ def accumulate(
     `derive` gives ((loss, aux), gradient) of one. Each counts by its share of the weights, so that
     the result is that of the whole batch; the router's margins are merged as histograms.
     """
-    total = jnp.maximum(jnp.sum(batch.weights), 1e-30)
+    total = jnp.maximum(jnp.sum(batch.weights), SMALLEST_TOTAL)
 
     def add(grads: Any, micro: Batch) -> tuple[Any, tuple[jax.Array, jax.Array, LossAux]]:
         (value, aux), new = derive(params, beta, micro)

@@ -61,7 +61,7 @@ STAGES = ("submitted", "committed", "marked", "verified", "restored")
 
 
 @dataclass
-class _Save:
+class PendingSave:
     """One save in progress."""
 
     step: int
@@ -273,7 +273,9 @@ class CheckpointStore:
         if self.restored:
             self._advance("restored", self.restored.step)
         with self._staging_folder() as folder:
-            save = _Save(step, kind, attempt, metadata, self._parent(), folder, arrays, digest)
+            save = PendingSave(
+                step, kind, attempt, metadata, self._parent(), folder, arrays, digest
+            )
             try:
                 self._write(save)
                 saved = self._publish(save)
@@ -287,7 +289,7 @@ class CheckpointStore:
             return {"step": 0, "content_digest": "fresh"}
         return {"step": self.restored.step, "content_digest": self.restored.content_digest}
 
-    def _publish(self, save: _Save) -> SavedCheckpoint:
+    def _publish(self, save: PendingSave) -> SavedCheckpoint:
         """Give written arrays their place and marker, and read them back from there."""
         self._place(save)
         return self._read_back(self._mark(save), save.digest)
@@ -305,14 +307,14 @@ class CheckpointStore:
             self._event("incident", text)
         return saved
 
-    def _write(self, save: _Save) -> None:
+    def _write(self, save: PendingSave) -> None:
         self._phase("P2")
         array_files.write_arrays(save.staging / ARRAYS, save.arrays)
         self._phase("P2:written")
         self._phase("P3")
         staged_files.sync_paths(save.staging / name for name in walk_files(save.staging))
 
-    def _place(self, save: _Save) -> None:
+    def _place(self, save: PendingSave) -> None:
         """Write the manifest and give all files their final names."""
         self._phase("P4")
         files = describe_files(save.staging, save.arrays)
@@ -339,7 +341,7 @@ class CheckpointStore:
         self._phase("P4:linking")
         staged_files.link_tree(save.staging, save.placed)
 
-    def _mark(self, save: _Save) -> Candidate:
+    def _mark(self, save: PendingSave) -> Candidate:
         self._phase("P5")
         assert save.placed is not None
         digest = hashlib.sha256((save.staging / MANIFEST).read_bytes()).hexdigest()
@@ -362,7 +364,7 @@ class CheckpointStore:
         self._advance("verified", candidate.step)
         return describe(candidate, manifest, "bytes_verified")
 
-    def _discard(self, save: _Save) -> None:
+    def _discard(self, save: PendingSave) -> None:
         """Remove our own unmarked files from the temporary root; the protected one keeps them."""
         if save.kind != "temporary" or save.placed is None:
             return

@@ -18,7 +18,7 @@ import numpy as np
 
 from portolan.files import read_json
 from portolan.train import staging as staged_files
-from portolan.train.checkpoint import CheckpointStore, SavedCheckpoint, _Save
+from portolan.train.checkpoint import CheckpointStore, PendingSave, SavedCheckpoint
 from portolan.train.crew import Crew
 from portolan.train.manifest import (
     ARRAYS,
@@ -185,12 +185,12 @@ class SharedCheckpointStore(CheckpointStore):
         self, state: Mapping[str, Any], step: int, kind: str, attempt: int, metadata: dict[str, Any]
     ) -> SavedCheckpoint:
         leaves = dict(sorted(state.items()))
-        save = _Save(step, kind, attempt, metadata, self._parent(), Path(), leaves)
+        save = PendingSave(step, kind, attempt, metadata, self._parent(), Path(), leaves)
         save.staging = Path(self.crew.decide(lambda: self._prepare(save)))
         self.crew.together(lambda: write_shards(save.staging / ARRAYS, leaves))
         return _from_json(self.crew.decide(lambda: _to_json(self._finish(save))))
 
-    def _prepare(self, save: _Save) -> str:
+    def _prepare(self, save: PendingSave) -> str:
         """Room, folders and chunks, by the lead."""
         if staged_files.acquire_writer_lock(self._staging):
             staged_files.remove_stale(self._staging)
@@ -203,7 +203,7 @@ class SharedCheckpointStore(CheckpointStore):
         create_leaves(folder / ARRAYS, save.arrays)
         return os.fspath(folder)
 
-    def _finish(self, save: _Save) -> SavedCheckpoint:
+    def _finish(self, save: PendingSave) -> SavedCheckpoint:
         """Digest, place, mark and verify what all have written, by the lead."""
         self._phase("P3")
         save.digest = stream_digest(save.staging / ARRAYS, describe_leaves(save.arrays))

@@ -11,16 +11,17 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from portolan.accounting import utilisation
+from portolan.accounting import utilisation, without_dropped_rows
 from portolan.canonical import digest
 from portolan.console import errors
 from portolan.errors import PortolanError, ResumeRefused, StorageError, TrainingDiverged
 from portolan.evals.perplexity import METRIC_PREFIX, HeldOutEvaluator
 from portolan.files import write_json_atomic
+from portolan.model.drops import Drops
 from portolan.model.transformer import Batch
 from portolan.optim.norms import check_norm_drift
 from portolan.optim.schedule import Rates
-from portolan.parallel.drops import Drops, total_drops
+from portolan.parallel.drops import DROP_FRACTION, total_drops
 from portolan.parallel.replicas import differing_leaves
 from portolan.track.tracker import Tracker
 from portolan.train.checkpoint_shared import open_store
@@ -41,6 +42,7 @@ from portolan.train.retention import SaveSchedule
 from portolan.train.state import (
     RunSettings,
     TrainState,
+    check_saved,
     flatten_state,
     group_table,
     initial_state,
@@ -172,6 +174,7 @@ class TrainingLoop:
             return template, "fresh"
         arrays, metadata = found
         if self.devices is not None:
+            check_saved(template, arrays)
             arrays = self.devices.put_state(template, arrays)
         restored = self.store.restored
         assert restored is not None
@@ -316,10 +319,15 @@ class TrainingLoop:
         values["throughput/step_seconds"] = seconds
         tokens_per_second = self.run.tokens_per_step / seconds
         values["throughput/tokens_per_second"] = tokens_per_second
-        device = jax.devices()[0].device_kind
-        if found := utilisation(self.stage.config, tokens_per_second, jax.device_count(), device):
-            values["throughput/mfu"] = found.value
         values |= self._drops(metrics)
+        config, device = self.stage.config, jax.devices()[0].device_kind
+        used = self.devices.mesh.size if self.devices else 1
+        if found := utilisation(config, tokens_per_second, used, device):
+            values["throughput/mfu"] = found.value
+            if lost := values.get(DROP_FRACTION):
+                values["throughput/mfu_without_drops"] = without_dropped_rows(
+                    found.value, config, lost
+                )
         last = row == self.run.num_updates - 1
         if row % self.run.norm_interval_steps == 0 or last:
             for key, value in metrics.items():
@@ -338,7 +346,7 @@ class TrainingLoop:
         counts = ("sender_dropped", "receiver_dropped", "padding_skipped")
         drops = Drops(*(metrics[f"router/{name}"] for name in counts))
         per_layer = batch * config.sequence_length * config.experts_per_token
-        transport = self.devices.spread(config, batch).exchange("float32").transport
+        transport = self.devices.settings.transport_on(self.devices.sizes["expert"])
         valid = per_layer - int(drops.skipped[0])
         return total_drops(drops, transport, valid, per_layer).metrics()
 

@@ -1,12 +1,12 @@
 """What a run carries from step to step, and what it was told to do."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from portolan.errors import ResumeRefused, UsageError
 from portolan.model import transformer
@@ -193,8 +193,8 @@ def flatten_state(state: TrainState) -> dict[str, Any]:
     return flat
 
 
-def restore_state(template: TrainState, arrays: dict[str, np.ndarray]) -> TrainState:
-    """State with the saved arrays in the places of `template`.
+def check_saved(template: TrainState, arrays: Mapping[str, Any]) -> None:
+    """Refuse saved arrays that are not those of `template`.
 
     Raises:
         ResumeRefused: the saved paths, shapes or types are not those of this run.
@@ -214,6 +214,15 @@ def restore_state(template: TrainState, arrays: dict[str, np.ndarray]) -> TrainS
                 f"needs {leaf.dtype}{list(leaf.shape)}",
                 remedy="resume with the recipe that wrote the checkpoint",
             )
+
+
+def restore_state(template: TrainState, arrays: Mapping[str, Any]) -> TrainState:
+    """State with the saved arrays, NumPy's or JAX's, in the places of `template`.
+
+    Raises:
+        ResumeRefused: the saved paths, shapes or types are not those of this run.
+    """
+    check_saved(template, arrays)
     params = unflatten_paths(template.params, arrays)
     opt = unflatten_paths(
         template.opt,

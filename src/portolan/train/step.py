@@ -22,6 +22,7 @@ from portolan.optim.norms import gradient_norms, parameter_norms
 from portolan.optim.schedule import Rates
 from portolan.optim.settings import OptimizerSettings
 from portolan.optim.sharding import Layout
+from portolan.parallel.layout import STACK_AXES
 from portolan.parallel.spread import Spread
 from portolan.shapes import ModelConfig, Remat
 from portolan.train.accumulation import accumulate
@@ -33,8 +34,6 @@ from portolan.tree import flatten_paths
 NUM_KEPT_PROGRAMS = 8
 """Of each kind in one process: a ladder comes back to a width with every seed."""
 OVERLAP_FLAG = re.compile(r"--xla_gpu_experimental_parallel_collective_overlap_limit=(\d+)")
-STACK_AXES = ("data", "context", "expert", "model")
-"""Axes that share the matrices of a stack for Newton-Schulz; every replica repeats it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from portolan.parallel.planner.exchange import (
     describe_routing,
     num_waves,
     plan_exchange,
-    resolved_transport,
 )
 from portolan.parallel.planner.goodput import Failures, failures_of_job
 from portolan.parallel.planner.machines import Machine
@@ -102,7 +101,7 @@ class ParallelPlan:
         """What moves routed rows; `dense` where there are none."""
         if self.config.mlp == "dense":
             return "dense"
-        return resolved_transport(self.recipe.parallel, self.mesh)
+        return self.recipe.parallel.transport_on(self.mesh.expert)
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from portolan.accounting import FLOAT32_BYTES
 from portolan.errors import UsageError
 from portolan.parallel.capacity import (
     Capacities,
@@ -11,13 +12,13 @@ from portolan.parallel.capacity import (
     PooledCapacities,
     RoutingRule,
     ceil_div,
+    choose_block_rows,
     parse_capacity_factor,
 )
 from portolan.parallel.planner.mesh import Load, MeshSizes
 from portolan.parallel_settings import ParallelSettings
 from portolan.shapes import ModelConfig, Remat
 
-FLOAT32_BYTES = 4
 FIXED_SHAPE = ("cell", "pooled")
 """Transports whose experts compute every row of their buffers, empty ones too."""
 
@@ -74,13 +75,9 @@ class Exchange:
 
 
 def grouped(wire: Wire) -> Exchange:
-    """All experts on one device: rows are sorted into blocks of one expert, nothing travels.
-
-    A block is the largest power of two up to A / (4 El), from 8 to 128 rows.
-    """
+    """All experts on one device: rows are sorted into blocks of one expert, nothing travels."""
     assignments, local = wire.shape.num_assignments, wire.shape.local_experts
-    block = 1 << max(0, (assignments // (4 * local)).bit_length() - 1)
-    padded = assignments + local * (min(max(block, 8), 128) - 1)
+    padded = assignments + local * (choose_block_rows(assignments, local) - 1)
     return Exchange(
         "grouped",
         (
@@ -210,13 +207,6 @@ def ragged(wire: Wire, capacities: Capacities, *, emulated: bool = False) -> Exc
         touched=wire.touched(computed),
         kept=wire.rows(capacities.rule.num_chunks * buffer + assignments, wire.width),
     )
-
-
-def resolved_transport(settings: ParallelSettings, mesh: MeshSizes) -> str:
-    """The transport that `auto` stands for."""
-    if settings.transport != "auto":
-        return settings.transport
-    return "grouped" if mesh.expert == 1 and settings.gate == "none" else "ragged"
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from portolan.errors import UsageError
 from portolan.optim.groups import components_of, resolve_groups
 from portolan.optim.settings import OptimizerSettings
-from portolan.parallel.layout import BATCH_AXES, MESH_AXES, leaf_axes, unsplit_leaves
-from portolan.parallel_settings import INFERRED, MeshSettings
+from portolan.parallel.layout import BATCH_AXES, EXPERTS, MESH_AXES, leaf_axes, unsplit_leaves
+from portolan.parallel_settings import MeshSettings
 from portolan.recipe import Recipe
 from portolan.shapes import ModelConfig
-
-EXPERTS = "blocks/moe/experts/"
-STACK_AXES = tuple(axis for axis in MESH_AXES if axis != "replica")
-"""Axes that share the matrices of a stack for Newton-Schulz; every replica repeats it."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +51,14 @@ def resolve_mesh(settings: MeshSettings, num_devices: int | None = None) -> Mesh
     Raises:
         UsageError: the axes need more devices than there are.
     """
-    sizes = settings.model_dump()
     available = settings.num_fixed if num_devices is None else num_devices
-    if settings.num_fixed > available:
-        shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-        raise UsageError(
-            f"the mesh {shape} needs {settings.num_fixed} devices, --devices says {available}",
+    return MeshSizes(
+        **settings.sizes_on(
+            available,
+            found=f"--devices says {available}",
             remedy="choose another one, such as --set parallel.mesh.replica=1",
         )
-    if settings.data == INFERRED:
-        sizes["data"] = available // settings.num_fixed
-    return MeshSizes(**sizes)
+    )
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from portolan.accounting import FLOAT32_BYTES
 from portolan.parallel.planner import exchange as exchanges
 from portolan.parallel.planner.estimate import ParallelPlan
 from portolan.parallel.planner.exchange import DIRECTIONS, Routing
+from portolan.parallel.planner.machines import GIB
 from portolan.parallel.planner.memory import share_of_state
 
-GIB = 2**30
 GB = 1e9
 PUBLIC_MESH = {"replica": 11, "data": 1, "context": 1, "expert": 64, "model": 1}
 PUBLIC_SHAPE = {
@@ -181,7 +181,7 @@ def _peaks(plan: ParallelPlan) -> Iterator[Comparison]:
         116.5,
         "GiB",
         measured,
-        "as above; `train` has no such mode",
+        "as above; here with train.offload_carries",
     )
     pooled = plan.memory("host_master", kernels, plans["pooled"])
     yield Comparison(

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from portolan import accounting
 from portolan.accounting import FLOAT32_BYTES, TRAINING_OVER_FORWARD
+from portolan.parallel.layout import STACK_AXES
 from portolan.parallel.planner.exchange import FIXED_SHAPE, Exchange
 from portolan.parallel.planner.machines import Machine
 from portolan.parallel.planner.memory import ACTIVATIONS_OVER_WIDTH, share_of_state
-from portolan.parallel.planner.mesh import STACK_AXES, Leaf, Load, MeshSizes
+from portolan.parallel.planner.mesh import Leaf, Load, MeshSizes
 from portolan.parallel.planner.traffic import Flow
 from portolan.shapes import ModelConfig, Remat
 

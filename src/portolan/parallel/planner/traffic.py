@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from portolan.accounting import FLOAT32_BYTES
-from portolan.parallel.layout import COUNT_AXES, MESH_AXES
+from portolan.parallel.layout import COUNT_AXES, MESH_AXES, STACK_AXES
 from portolan.parallel.planner.exchange import DIRECTIONS, Exchange
-from portolan.parallel.planner.mesh import STACK_AXES, Leaf, Load, MeshSizes
+from portolan.parallel.planner.mesh import Leaf, Load, MeshSizes
 from portolan.shapes import ModelConfig, Remat
 
 COUNTING = ("pooled", "ragged")

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from portolan.model.drops import Drops
 from portolan.model.expert_rows import SAVED_ARRIVED, SAVED_RETURNED
 from portolan.model.router import SAVED_ROUTING
 from portolan.parallel.capacity import Capacities
-from portolan.parallel.drops import Drops
 from portolan.parallel.routing import rank_in_class
 from portolan.parallel.transports import EXPERT_AXIS
 from portolan.parallel.transports.routed import Experts, Routed, local_drops

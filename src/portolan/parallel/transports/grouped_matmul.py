@@ -14,11 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from portolan.model.kernels import platform
+from portolan.parallel.capacity import choose_block_rows
 from portolan.parallel.transports.rows import permute, zeros_after
-
-MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 8, 128
-BLOCKS_PER_EXPERT = 4
-"""Blocks that the mean load should fill, so that padding is about an eighth."""
 
 
 class BlockPlan(NamedTuple):
@@ -32,12 +29,6 @@ class BlockPlan(NamedTuple):
     place: jax.Array
     expert: jax.Array
     num_used: jax.Array
-
-
-def choose_block_rows(num_rows: int, num_experts: int) -> int:
-    """P: the largest power of two of at most N / (4 E), between 8 and 128."""
-    wanted = max(num_rows // (BLOCKS_PER_EXPERT * num_experts), 1)
-    return min(max(2 ** (wanted.bit_length() - 1), MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
 
 
 def plan_blocks(sizes: jax.Array, num_rows: int, block_rows: int) -> BlockPlan:

@@ -7,8 +7,8 @@ the others, and the cheaper one where S < K.
 import jax
 import jax.numpy as jnp
 
+from portolan.model.drops import Drops
 from portolan.parallel.capacity import Capacities
-from portolan.parallel.drops import Drops
 from portolan.parallel.routing import count_assignments, keep_mask, plan
 from portolan.parallel.transports import EXPERT_AXIS
 from portolan.parallel.transports.ragged import plan_drops

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from portolan.parallel.drops import Drops
+from portolan.model.drops import Drops
 from portolan.parallel.transports.expert_function import ExpertFunction
 
 
