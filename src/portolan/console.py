@@ -4,9 +4,10 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 LOG_INTERVAL_SECONDS = 10.0
 
@@ -25,22 +26,20 @@ def say(text: str) -> None:
 
 
 class RunReporter:
-    """Progress of a training run: a live bar on a terminal, one parseable line in a pipe.
+    """Progress of training runs: a live bar each on a terminal, parseable lines in a pipe.
 
     A line holds `key=value` pairs: run, step, loss in nats per token, tokens_per_second,
     eta_seconds, and eval_macro_loss after an evaluation.
     """
 
-    def __init__(self, run_id: str, steps: int) -> None:
-        self.run_id = run_id
-        self.steps = steps
+    def __init__(self) -> None:
         self._live: Progress | None = None
-        self._last_line = 0.0
-        self._evaluation: float | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._last_line: dict[str, float] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Callable]:
-        """Yield the callback that the training loop reports to."""
+        """Yield the callback that the training loops report to."""
         if not console.is_terminal:
             yield self._line
             return
@@ -53,29 +52,35 @@ class RunReporter:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=console) as self._live:
-            self._task = self._live.add_task(
-                self.run_id, total=self.steps, loss="-", evaluation="-", speed="-"
-            )
             yield self._bar
 
     def _bar(self, progress) -> None:
         assert self._live is not None
+        if progress.run_id not in self._tasks:
+            self._drop_finished()
+            self._tasks[progress.run_id] = self._live.add_task(
+                progress.run_id, total=progress.steps, loss="-", evaluation="-", speed="-"
+            )
+        fields = {"loss": f"{progress.loss:.3f}", "speed": f"{progress.tokens_per_second:,.0f}"}
         if progress.evaluation is not None:
-            self._evaluation = progress.evaluation
+            fields["evaluation"] = f"{progress.evaluation:.4f}"
         self._live.update(
-            self._task,
-            completed=progress.completed,
-            loss=f"{progress.loss:.3f}",
-            evaluation="-" if self._evaluation is None else f"{self._evaluation:.4f}",
-            speed=f"{progress.tokens_per_second:,.0f}",
+            self._tasks[progress.run_id], completed=progress.completed, **cast(Any, fields)
         )
+
+    def _drop_finished(self) -> None:
+        """Make room: a finished run has said its result in a line."""
+        assert self._live is not None
+        for task in [task for task in self._live.tasks if task.finished]:
+            self._live.remove_task(task.id)
 
     def _line(self, progress) -> None:
         now = time.monotonic()
         finished = progress.completed == progress.steps
-        if now - self._last_line < LOG_INTERVAL_SECONDS and not finished:
+        last = self._last_line.get(progress.run_id, -LOG_INTERVAL_SECONDS)
+        if now - last < LOG_INTERVAL_SECONDS and not finished:
             return
-        self._last_line = now
+        self._last_line[progress.run_id] = now
         parts = [
             f"run={progress.run_id}",
             f"step={progress.completed}/{progress.steps}",

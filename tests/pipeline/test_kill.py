@@ -24,8 +24,8 @@ def holds(project: Path, pattern: str, min_bytes: int = 0) -> bool:
 MOMENTS: dict[str, tuple[Callable[[Path], bool], float]] = {
     "curation starts": (lambda p: holds(p, "corpus/documents"), 0.5),
     "documents are curated": (lambda p: holds(p, "corpus/documents/train_*/manifest.json"), 0.5),
-    "first rung": (lambda p: holds(p, "runs/rung-d48-s0-*/metrics.jsonl", 1), 0.2),
-    "later rung": (lambda p: holds(p, "runs/rung-d80-*/metrics.jsonl", 1), 0.5),
+    "first rungs": (lambda p: holds(p, "runs/rung-d80-*/metrics.jsonl", 1), 0.5),
+    "last rung": (lambda p: holds(p, "runs/rung-d48-s1-*/metrics.jsonl", 1), 0.2),
     "target": (lambda p: holds(p, "runs/target-*/metrics.jsonl", 1), 0.8),
 }
 
@@ -74,5 +74,5 @@ def test_five_kills_change_no_byte_of_the_result(finished: Finished, tmp_path: P
     assert shards(project) == shards(finished.root)
     assert final_bytes(project) == final_bytes(finished.root)
     attempts = [len(list(folder.glob("attempt-*.json"))) for folder in project.glob("runs/*")]
-    assert sorted(attempts, reverse=True)[:3] == [2, 2, 2]
+    assert sum(attempts) >= len(attempts) + 3
     assert run_command("-C", project, "run").out.startswith("nothing to do")

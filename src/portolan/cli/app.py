@@ -38,6 +38,15 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key, e.g. seed=1."),
 ]
 
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Runs at once on a CPU, one thread each; as many as cores and memory allow if not "
+        "given. It changes no bit of a run.",
+    ),
+]
+
 
 @app.callback()
 def options(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from portolan.cli.app import SetOption, app, open_project_of
+from portolan.cli.app import SetOption, WorkersOption, app, open_project_of
 
 mixture = typer.Typer(
     help="Weights of the cells of the corpus: propose them in closed form or from a swarm of small "
@@ -82,6 +82,7 @@ def mixture_swarm(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what it costs; train nothing.")
     ] = False,
+    workers: WorkersOption = None,
     overrides: SetOption = None,
 ) -> None:
     """Train runs of the smallest rung that differ in their mixture only, and keep what they show.
@@ -95,6 +96,7 @@ def mixture_swarm(
         num_seeds=seeds,
         candidates=candidate or [],
         dry_run=dry_run,
+        num_workers=workers,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from portolan.cli.app import SetOption, app, open_project_of
+from portolan.cli.app import SetOption, WorkersOption, app, open_project_of
 from portolan.errors import UsageError
 
 
@@ -27,6 +27,7 @@ def ablate(
         bool, typer.Option("--dry-run", help="Say what it costs; train nothing.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
+    workers: WorkersOption = None,
     overrides: SetOption = None,
 ) -> None:
     """What each component is worth: variants of the recipe, trained with several seeds at equal
@@ -43,6 +44,7 @@ def ablate(
         tokens_per_active_param=tokens_per_param,
         dry_run=dry_run,
         as_json=json_,
+        num_workers=workers,
     )
 
 

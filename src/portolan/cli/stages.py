@@ -5,7 +5,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from portolan.cli.app import SetOption, app, open_project_of
+from portolan.cli.app import SetOption, WorkersOption, app, open_project_of
 from portolan.console import say
 
 
@@ -149,6 +149,7 @@ DistributedOption = Annotated[
 @app.command()
 def ladder(
     context: typer.Context,
+    workers: WorkersOption = None,
     mesh: MeshOption = "",
     coordinator: CoordinatorOption = "",
     num_processes: ProcessesOption = None,
@@ -162,7 +163,7 @@ def ladder(
     from portolan.pipeline.machine import Machine
 
     machine = Machine(mesh, coordinator, num_processes, process_id, distributed, micro_batches)
-    stages.train_rungs(open_project_of(context, overrides), machine)
+    stages.train_rungs(open_project_of(context, overrides), machine, workers)
 
 
 @app.command()

@@ -22,6 +22,7 @@ def ablate(
     tokens_per_active_param: float | None = None,
     dry_run: bool = False,
     as_json: bool = False,
+    num_workers: int | None = None,
 ) -> None:
     """Run the suite, resuming where it stopped.
 
@@ -31,6 +32,7 @@ def ablate(
         tokens_per_active_param: in place of the recipe's.
         dry_run: say what it costs and train nothing.
         as_json: print the table as JSON.
+        num_workers: runs at once on a CPU; None for as many as cores and memory allow.
     """
     if tokens_per_active_param is not None:
         key = "budget.tokens_per_active_param"
@@ -43,7 +45,7 @@ def ablate(
         print_costs(suite)
         return
     record = ProjectRecord(project)
-    if not train_suite(suite, record) and not as_json:
+    if not train_suite(suite, record, num_workers) and not as_json:
         say("nothing to train: every run of this suite is done")
     table = build_table(suite)
     path = write_table(project, record, table)

@@ -24,6 +24,7 @@ from portolan.pipeline.forecasting import HEADLINE
 from portolan.pipeline.plan import plan_width
 from portolan.pipeline.recorder import ProjectRecord
 from portolan.pipeline.runs import PlannedRun, is_finished, plan_run, reference_tokens, train
+from portolan.pipeline.side_by_side import Job, train_all
 from portolan.project import Project
 from portolan.recipe import Recipe
 from portolan.scaling.ladder import Rung
@@ -242,28 +243,38 @@ def next_rate(losses: Mapping[float, float | None]) -> float | None:
     return following if following is not None and low <= following <= high else None
 
 
-def train_suite(suite: Suite, record: ProjectRecord) -> int:
-    """Train every missing run, arm by arm so that its seeds share compiled programs; their number.
+def train_suite(suite: Suite, record: ProjectRecord, num_workers: int | None = None) -> int:
+    """Train every missing run, the seeds of an arm one after the other; their number.
 
-    A run that diverges is a result: it is marked and the suite goes on.
+    What a sweep of the rate asks for next is known when its runs have ended, so there are several
+    rounds. A run that diverges is a result: it is marked and the suite goes on.
     """
     count = 0
-    for arm in (BASELINE_ARM, *suite.arms):
-        for width in suite.widths:
-            while missing := suite.missing(arm, width):
-                for trial in missing:
-                    _train(trial, suite.corpus, record)
-                    count += 1
+    while jobs := missing_jobs(suite):
+        count += len(jobs)
+        train_all(jobs, train_or_mark, record, num_workers=num_workers)
     return count
 
 
-def _train(trial: Trial, corpus: Corpus, record: ProjectRecord) -> None:
+def missing_jobs(suite: Suite) -> list[Job]:
+    """What can be trained now, each run once, arm by arm: its seeds share compiled programs."""
+    found = {
+        trial.run.run_id: Job(trial.project, suite.corpus, trial.run)
+        for arm in (BASELINE_ARM, *suite.arms)
+        for width in suite.widths
+        for trial in suite.missing(arm, width)
+    }
+    return list(found.values())
+
+
+def train_or_mark(job: Job, record: ProjectRecord, reporter: Any) -> None:
+    """Train one run to its end, or mark it where it diverges: that is a result as well."""
     try:
-        train(trial.project, corpus, record, trial.run)
+        train(job.project, job.corpus, record, job.run, reporter=reporter)
     except TrainingDiverged as error:
-        folder = trial.project.runs / trial.run.run_id
+        folder = job.project.runs / job.run.run_id
         write_json_atomic(folder / DIVERGED, {"reason": error.message})
-        say(f"{trial.run.run_id}: diverged: {error.message}")
+        say(f"{job.run.run_id}: diverged: {error.message}")
 
 
 def print_costs(suite: Suite) -> None:

@@ -1,7 +1,6 @@
 """Building the corpus of a project: curation, tokenizer, token stores, and their summary."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from portolan.pipeline.corpus_summary import summarize, tokens_by_source
 from portolan.pipeline.plan import plan_width
 from portolan.project import CURATION_LOG, Project
 from portolan.recipe import DataSettings, Recipe
+from portolan.train.process import usable_cores
 
 if TYPE_CHECKING:
     from portolan.data.curation_steps import CurationProgress
@@ -179,11 +179,6 @@ def add_epochs(project: Project, summary: dict[str, Any]) -> None:
             read[key] = read.get(key, 0.0) + value * tokens
     for source in summary["sources"]:
         source["epochs"] = str(read.get(source["key"], 0.0) / max(1, source["tokens"]))
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _timed:

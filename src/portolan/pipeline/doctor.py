@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from portolan.console import say
+from portolan.train.process import usable_cores
 
 MATMUL_SIZE = 1024
 MATMUL_ROUNDS = 5
@@ -31,8 +32,7 @@ def print_report(root: Path) -> None:
     for name in LIBRARIES:
         say(f"{name}: {_version(name)}")
     memory = psutil.virtual_memory()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    say(f"cores: {usable} usable, load {os.getloadavg()[0]:.2f}")
+    say(f"cores: {usable_cores()} usable, load {os.getloadavg()[0]:.2f}")
     say(f"memory: {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
     folder = root if root.is_dir() else Path()
     say(f"disk: {shutil.disk_usage(folder).free / 2**30:.1f} GiB free at the project")

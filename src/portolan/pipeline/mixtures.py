@@ -70,7 +70,13 @@ class SearchOptions:
 
 
 def swarm(
-    project: Project, *, num_designs: int, num_seeds: int, candidates: Sequence[Path], dry_run: bool
+    project: Project,
+    *,
+    num_designs: int,
+    num_seeds: int,
+    candidates: Sequence[Path],
+    dry_run: bool,
+    num_workers: int | None = None,
 ) -> None:
     """Train a swarm of small runs with designed mixtures."""
     run_swarm(
@@ -79,6 +85,7 @@ def swarm(
         num_seeds=num_seeds,
         candidates=candidates,
         dry_run=dry_run,
+        num_workers=num_workers,
     )
 
 

@@ -122,7 +122,8 @@ def _describe_rates(recipe: Recipe, rung: Rung) -> list[tuple[str, str, str]]:
     ]
 
 
-def _estimate_memory(recipe: Recipe, rung: Rung, *, on_accelerator: bool) -> MemoryBytes:
+def estimate_memory(recipe: Recipe, rung: Rung, *, on_accelerator: bool) -> MemoryBytes:
+    """Memory of an update of a run on one device."""
     return accounting.memory_bytes(
         rung.config,
         rung.batch_sequences,
@@ -136,8 +137,8 @@ def _estimate_memory(recipe: Recipe, rung: Rung, *, on_accelerator: bool) -> Mem
 def _describe_memory(
     recipe: Recipe, rung: Rung, *, on_one_device: bool
 ) -> list[tuple[str, str, str]]:
-    cpu = _estimate_memory(recipe, rung, on_accelerator=False)
-    device = _estimate_memory(recipe, rung, on_accelerator=True)
+    cpu = estimate_memory(recipe, rung, on_accelerator=False)
+    device = estimate_memory(recipe, rung, on_accelerator=True)
     one = f"whole batch on one device, remat {recipe.train.remat!r}; an estimate"
     state = [
         ("parameter bytes", f"{cpu.parameters:,}", "float32"),
@@ -216,7 +217,7 @@ def _as_json(recipe: Recipe, rungs: list[Rung], mesh: MeshReport) -> dict[str, A
             "memory_bytes": {
                 name: dataclasses.asdict(memory) | {"peak": memory.peak}
                 for name, on in (("cpu", False), ("accelerator", True))
-                for memory in [_estimate_memory(recipe, target, on_accelerator=on)]
+                for memory in [estimate_memory(recipe, target, on_accelerator=on)]
             },
         },
         "ladder": [rung.plan() for rung in rungs[:-1]],

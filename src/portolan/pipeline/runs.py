@@ -163,10 +163,12 @@ def train(
     record: ProjectRecord,
     run: PlannedRun,
     machine: Machine = ONE_PROCESS,
+    reporter: Any = None,
 ) -> bool:
     """Train a run to its end; False when it was finished before.
 
-    Of several processes the first one writes to the project; the others train with it.
+    `reporter` is a `RunReporter`, or stands for the one of another process. Of several processes of
+    a run the first one writes to the project; the others train with it.
     """
     if is_finished(project, run):
         record_finished(project, record, run)
@@ -177,7 +179,8 @@ def train(
     keep_programs()
     crew = Crew.of_jax()
     crew.decide(lambda: _open_run(project, corpus, record, run))
-    outcome = _train_to_the_end(project, corpus, record, run, machine)
+    reporter = reporter or RunReporter()
+    outcome = _train_to_the_end(project, corpus, record, run, machine, reporter)
     if not crew.leads:
         return True
     record_finished(project, record, run)
@@ -208,7 +211,12 @@ def _open_run(project: Project, corpus: Corpus, record: ProjectRecord, run: Plan
 
 
 def _train_to_the_end(
-    project: Project, corpus: Corpus, record: ProjectRecord, run: PlannedRun, machine: Machine
+    project: Project,
+    corpus: Corpus,
+    record: ProjectRecord,
+    run: PlannedRun,
+    machine: Machine,
+    reporter: Any,
 ) -> Any:
     from portolan.train.loop import TrainingLoop
 
@@ -216,7 +224,6 @@ def _train_to_the_end(
     settings = run_settings(project.recipe, run, course)
     devices = machine.devices(project.recipe.parallel)
     pinned, by_length = build_evaluators(project, corpus, settings, devices)
-    reporter = RunReporter(run.run_id, settings.num_updates)
     with reporter.open() as report:
         loop = TrainingLoop(
             settings,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from portolan.console import say
@@ -14,6 +15,7 @@ from portolan.pipeline.machine import ONE_PROCESS, Machine
 from portolan.pipeline.plan import ladder_share
 from portolan.pipeline.recorder import ProjectRecord
 from portolan.pipeline.runs import is_finished, planned_runs, record_finished, train
+from portolan.pipeline.side_by_side import Job, train_all
 from portolan.project import Project
 
 REQUIRES_CORPUS = "run `portolan curate` first"
@@ -94,16 +96,28 @@ def curate(project: Project, place: Place | None = None, *, refit: bool = False)
         say(line)
 
 
-def train_rungs(project: Project, machine: Machine = ONE_PROCESS) -> None:
-    """Train every rung that is not finished, cheapest first."""
+def train_rungs(
+    project: Project, machine: Machine = ONE_PROCESS, num_workers: int | None = None
+) -> None:
+    """Train every rung that is not finished: one by one, cheapest first, or side by side."""
     machine.join()
     corpus = require_corpus(project)
     record = open_record(project, machine)
-    trained = [
-        train(project, corpus, record, run, machine) for run in planned_runs(project, corpus)[:-1]
-    ]
-    if not any(trained):
+    rungs = planned_runs(project, corpus)[:-1]
+    for run in rungs:
+        if is_finished(project, run):
+            record_finished(project, record, run)
+    jobs = [Job(project, corpus, run) for run in rungs if not is_finished(project, run)]
+    if not jobs:
         say("nothing to do: every rung is finished")
+    train_all(jobs, partial(train_rung, machine=machine), record, machine, num_workers)
+
+
+def train_rung(
+    job: Job, record: ProjectRecord, reporter: Any, machine: Machine = ONE_PROCESS
+) -> None:
+    """Train one rung to its end."""
+    train(job.project, job.corpus, record, job.run, machine, reporter)
 
 
 def forecast(project: Project) -> None:

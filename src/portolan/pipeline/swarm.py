@@ -22,9 +22,9 @@ from portolan.data.mixture_search.content import bucket_of, mean_embeddings
 from portolan.data.mixture_search.objective import MINIMUM_BASELINES, fit_objective
 from portolan.data.mixture_search.search import Verdict, compare, spread_designs
 from portolan.data.mixture_search.space import Cells, SearchSpace, fit_content
-from portolan.errors import TrainingDiverged, UsageError
+from portolan.errors import UsageError
 from portolan.files import read_json, write_json_atomic
-from portolan.pipeline.ablation_suite import DIVERGED, changed
+from portolan.pipeline.ablation_suite import DIVERGED, changed, train_or_mark
 from portolan.pipeline.corpus import Corpus
 from portolan.pipeline.mixing import (
     check_target,
@@ -37,7 +37,8 @@ from portolan.pipeline.mixing import (
 )
 from portolan.pipeline.plan import plan_width
 from portolan.pipeline.recorder import ProjectRecord
-from portolan.pipeline.runs import MIXTURE_FILE, PlannedRun, describe, plan_run, train
+from portolan.pipeline.runs import MIXTURE_FILE, PlannedRun, describe, plan_run
+from portolan.pipeline.side_by_side import Job, train_all
 from portolan.project import Project
 from portolan.timetable import MAIN_PHASE
 
@@ -190,6 +191,7 @@ def run_swarm(
     num_seeds: int,
     candidates: Sequence[Path],
     dry_run: bool,
+    num_workers: int | None = None,
 ) -> None:
     """Train what is missing of a swarm, write its evidence and print what it shows."""
     if num_seeds < MINIMUM_BASELINES:
@@ -206,7 +208,9 @@ def run_swarm(
         return
     record = ProjectRecord(ground.project)
     for member, run in missing:
-        _train(member, record, run)
+        say(f"{member.label}, seed {run.seed}: {run.run_id}")
+    jobs = [Job(member.project, member.corpus, run) for member, run in missing]
+    train_all(jobs, train_or_mark, record, num_workers=num_workers)
     path = write_evidence(ground, record)
     say(f"evidence: {ground.project.relative(path)}")
     _print_results(ground, members)
@@ -235,16 +239,6 @@ def _print_plan(
             f"simulated epochs: a run reads {simulated[0] / simulated[1]:.3%} of each cell; "
             f"rounding takes {-errors[name]:.1%} at most, of {name}"
         )
-
-
-def _train(member: Member, record: ProjectRecord, run: PlannedRun) -> None:
-    say(f"{member.label}, seed {run.seed}: {run.run_id}")
-    try:
-        train(member.project, member.corpus, record, run)
-    except TrainingDiverged as error:
-        folder = member.project.runs / run.run_id
-        write_json_atomic(folder / DIVERGED, {"reason": error.message})
-        say(f"{run.run_id}: diverged: {error.message}")
 
 
 def finished_runs(ground: Ground) -> Iterator[dict[str, Any]]:

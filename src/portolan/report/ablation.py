@@ -200,8 +200,8 @@ def _cost_table(found: Found, width: Mapping[str, Any]) -> Table:
                "Speed-up in time", "Learning rate")  # fmt: skip
     note = (
         f"FLOPs: forward, convention {found.facts['flops_convention']!r}. Tokens/s: fastest "
-        f"{percent(as_number(found.facts['fast_share']), 0)} of the updates on "
-        f"{found.facts['cores']} cores, which other processes may have shared. Memory: arguments, "
+        f"{percent(as_number(found.facts['fast_share']), 0)} of the updates; on a CPU with one "
+        f"thread a run, other runs beside it on {found.facts['cores']} cores. Memory: arguments, "
         "results and temporaries of the larger program of a step. Speed-up in time: at equal "
         "tokens, of resolved arms; compute ratio times the ratio of tokens/s. Learning rate: "
         "multiple of the rate law."

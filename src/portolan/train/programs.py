@@ -17,6 +17,7 @@ import jax
 import zstandard
 
 from portolan.files import sha256_file
+from portolan.train.process import num_threads
 
 MAX_KEPT_BYTES = 512 * 1024 * 1024
 """The oldest programs go first; those of one training shape take 2 to 4 MB."""
@@ -27,13 +28,12 @@ _kept: set[Path] = set()
 
 
 def default_folder() -> Path:
-    """`portolan/programs` below $XDG_CACHE_HOME or ~/.cache, by the number of usable cores.
+    """`portolan/programs` below $XDG_CACHE_HOME or ~/.cache, by the number of threads.
 
-    A program for the CPU is cut into as many pieces as there are cores when it is compiled.
+    A program for the CPU is cut into as many pieces as there are threads when it is compiled.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Path(cache) / "portolan" / "programs" / f"{cores}-cores"
+    return Path(cache) / "portolan" / "programs" / f"{num_threads()}-cores"
 
 
 def keep_programs(folder: Path | None = None) -> None:
