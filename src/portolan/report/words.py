@@ -272,7 +272,7 @@ def _tiles(project: Project, final: float | None) -> tuple[Tile, ...]:
         note = "nats per token, after the last update"
         tiles.append(Tile("Measured", loss(final), note, "measured"))
         if forecast and (median := forecast.median()) and comparable(project):
-            share = percent((final - median) / median, 2).replace("-", "−")
+            share = percent((final - median) / final, 2).replace("-", "−")
             note = f"measured − median; {share} of the loss"
             tiles.append(Tile("Error", signed(final - median), note))
     elif target and target.num_steps and (latest := target.latest(metric_of_record(project))):
