@@ -14,8 +14,10 @@ from portolan.pipeline.corpus import find_corpus
 from portolan.pipeline.runs import planned_runs
 from portolan.pipeline.side_by_side import PROCESS_BYTES, Job, workers_that_fit
 from portolan.project import open_project
+from portolan.record.journal import Journal
 from portolan.track.tracker import metrics_digest
 from portolan.train.checkpoint import CheckpointStore
+from portolan.train.process import THREADS_VARIABLE
 
 SMALLEST_WIDTH = ("--set", "ladder.widths=[48]")
 
@@ -50,6 +52,8 @@ def test_number_of_processes_changes_no_bit(untrained, finished, workers):
         assert found["content_digest"] == expected["content_digest"]
         assert metrics_digest(folder) == metrics_digest(whole)
         assert f"{folder.name}: macro loss " in done.out
+    attempts = [r for r in Journal.open(untrained / "record").records() if r.type == "attempt"]
+    assert {r.body["env"][THREADS_VARIABLE] for r in attempts} == {"1"}
     assert run_command("-C", untrained, "verify").code == 0
 
 

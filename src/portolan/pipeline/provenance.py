@@ -10,8 +10,15 @@ from pathlib import Path
 
 from portolan.canonical import digest
 from portolan.record.types import Attempt
+from portolan.train.process import THREADS_VARIABLE
 
-RECORDED_ENVIRONMENT = ("JAX_PLATFORMS", "XLA_FLAGS", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+RECORDED_ENVIRONMENT = (
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    THREADS_VARIABLE,
+)
 
 
 @cache
