@@ -39,6 +39,7 @@ def trainers(run: Running) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_number_of_processes_changes_no_bit(untrained, finished, workers):
     command = ("-C", untrained, "ladder", "--workers", workers, *SMALLEST_WIDTH)
@@ -57,6 +58,7 @@ def test_number_of_processes_changes_no_bit(untrained, finished, workers):
     assert run_command("-C", untrained, "verify").code == 0
 
 
+@pytest.mark.slow
 def test_stopped_by_the_user_all_runs_are_saved(untrained, finished, tmp_path):
     command = ("-C", untrained, "ladder", "--workers", 2)
     run = Running(tmp_path / "log", *command, environment=finished.environment)
@@ -74,6 +76,7 @@ def test_stopped_by_the_user_all_runs_are_saved(untrained, finished, tmp_path):
         assert saved.step >= 1
 
 
+@pytest.mark.slow
 def test_killed_process_is_named_and_the_other_run_saved(untrained, finished, tmp_path):
     command = ("-C", untrained, "ladder", "--workers", 2)
     run = Running(tmp_path / "log", *command, environment=finished.environment)
