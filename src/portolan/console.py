@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -61,18 +61,20 @@ class RunReporter:
             self._tasks[progress.run_id] = self._live.add_task(
                 progress.run_id, total=progress.steps, loss="-", evaluation="-", speed="-"
             )
-        fields = {"loss": f"{progress.loss:.3f}", "speed": f"{progress.tokens_per_second:,.0f}"}
+        fields: dict[str, Any] = {
+            "loss": f"{progress.loss:.3f}",
+            "speed": f"{progress.tokens_per_second:,.0f}",
+        }
         if progress.evaluation is not None:
             fields["evaluation"] = f"{progress.evaluation:.4f}"
-        self._live.update(
-            self._tasks[progress.run_id], completed=progress.completed, **cast(Any, fields)
-        )
+        self._live.update(self._tasks[progress.run_id], completed=progress.completed, **fields)
 
     def _drop_finished(self) -> None:
         """Make room: a finished run has said its result in a line."""
         assert self._live is not None
         for task in [task for task in self._live.tasks if task.finished]:
             self._live.remove_task(task.id)
+            del self._tasks[task.description]
 
     def _line(self, progress) -> None:
         now = time.monotonic()

@@ -3,21 +3,23 @@
 import json
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from tests.pipeline.conftest import Finished
 from tests.pipeline.tools import Running, run_command
 
 from portolan.pipeline import side_by_side
 from portolan.pipeline.corpus import find_corpus
 from portolan.pipeline.runs import planned_runs
 from portolan.pipeline.side_by_side import PROCESS_BYTES, Job, workers_that_fit
+from portolan.processes import THREADS_VARIABLE
 from portolan.project import open_project
 from portolan.record.journal import Journal
 from portolan.track.tracker import metrics_digest
 from portolan.train.checkpoint import CheckpointStore
-from portolan.train.process import THREADS_VARIABLE
 
 SMALLEST_WIDTH = ("--set", "ladder.widths=[48]")
 
@@ -28,6 +30,19 @@ def untrained(project):
     for part in ("runs", "record"):
         shutil.rmtree(project / part)
     return project
+
+
+def ladder_by_two(project: Path) -> tuple[object, ...]:
+    """The command that trains two rungs at once."""
+    return ("-C", project, "ladder", "--workers", 2)
+
+
+def start_two_runs(project: Path, finished: Finished, log: Path) -> Running:
+    """The command under way, when both of the longest rungs have made an update."""
+    run = Running(log, *ladder_by_two(project), environment=finished.environment)
+    started = ("run=rung-d80-s0-", "run=rung-d64-s0-")
+    run.wait_until(lambda: all(text in run.output for text in started), "two runs")
+    return run
 
 
 def trainers(run: Running) -> list[psutil.Process]:
@@ -60,10 +75,7 @@ def test_number_of_processes_changes_no_bit(untrained, finished, workers):
 
 @pytest.mark.slow
 def test_stopped_by_the_user_all_runs_are_saved(untrained, finished, tmp_path):
-    command = ("-C", untrained, "ladder", "--workers", 2)
-    run = Running(tmp_path / "log", *command, environment=finished.environment)
-    started = ("run=rung-d80-s0-", "run=rung-d64-s0-")
-    run.wait_until(lambda: all(text in run.output for text in started), "two runs")
+    run = start_two_runs(untrained, finished, tmp_path / "log")
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait() == 130
     assert "portolan: interrupted" in run.output
@@ -78,10 +90,7 @@ def test_stopped_by_the_user_all_runs_are_saved(untrained, finished, tmp_path):
 
 @pytest.mark.slow
 def test_killed_process_is_named_and_the_other_run_saved(untrained, finished, tmp_path):
-    command = ("-C", untrained, "ladder", "--workers", 2)
-    run = Running(tmp_path / "log", *command, environment=finished.environment)
-    started = ("run=rung-d80-s0-", "run=rung-d64-s0-")
-    run.wait_until(lambda: all(text in run.output for text in started), "two runs")
+    run = start_two_runs(untrained, finished, tmp_path / "log")
     victim, other = trainers(run)
     victim.kill()
     assert run.process.wait() == 1
@@ -91,7 +100,9 @@ def test_killed_process_is_named_and_the_other_run_saved(untrained, finished, tm
     assert "use a smaller --workers" in run.output
     (survivor,) = set(folders) - {name}
     assert CheckpointStore(folders[survivor]).latest() is not None
-    again = run_command(*command, *SMALLEST_WIDTH, environment=finished.environment)
+    again = run_command(
+        *ladder_by_two(untrained), *SMALLEST_WIDTH, environment=finished.environment
+    )
     assert again.code == 0, again.err
 
 

@@ -244,7 +244,7 @@ def next_rate(losses: Mapping[float, float | None]) -> float | None:
 
 
 def train_suite(suite: Suite, record: ProjectRecord, num_workers: int | None = None) -> int:
-    """Train every missing run, the seeds of an arm one after the other; their number.
+    """Train every missing run; their number.
 
     What a sweep of the rate asks for next is known when its runs have ended, so there are several
     rounds. A run that diverges is a result: it is marked and the suite goes on.
@@ -257,7 +257,7 @@ def train_suite(suite: Suite, record: ProjectRecord, num_workers: int | None = N
 
 
 def missing_jobs(suite: Suite) -> list[Job]:
-    """What can be trained now, each run once, arm by arm: its seeds share compiled programs."""
+    """What can be trained now, each run once."""
     found = {
         trial.run.run_id: Job(trial.project, suite.corpus, trial.run)
         for arm in (BASELINE_ARM, *suite.arms)

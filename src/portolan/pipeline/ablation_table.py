@@ -1,6 +1,5 @@
 """The table of an ablation: losses, effects, cost of every arm; written, recorded and printed."""
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from portolan.pipeline.forecasting import HEADLINE
 from portolan.pipeline.provenance import code_digest
 from portolan.pipeline.recorder import ProjectRecord
 from portolan.pipeline.runs import is_finished, planned_runs
+from portolan.processes import usable_cores
 from portolan.project import RECIPE_FILE, Project
 from portolan.recipe import load_recipe
 from portolan.record.types import Check
@@ -62,7 +62,7 @@ def build_table(suite: Suite) -> dict[str, Any]:
             "flops_convention": FLOPS,
             "same_budget": SAME_BUDGET,
             "fast_share": FAST_SHARE,
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": usable_cores(),
             "seeds": list(suite.seeds),
             "data": {
                 "store": suite.corpus.store_digest,

@@ -15,9 +15,9 @@ from portolan.files import read_json, sha256_file, write_bytes_atomic, write_jso
 from portolan.pipeline.corpus import SUMMARY, Corpus, load_tokenizer
 from portolan.pipeline.corpus_summary import summarize, tokens_by_source
 from portolan.pipeline.plan import plan_width
+from portolan.processes import usable_cores
 from portolan.project import CURATION_LOG, Project
 from portolan.recipe import DataSettings, Recipe
-from portolan.train.process import usable_cores
 
 if TYPE_CHECKING:
     from portolan.data.curation_steps import CurationProgress

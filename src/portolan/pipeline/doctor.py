@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from portolan.console import say
-from portolan.train.process import usable_cores
+from portolan.processes import usable_cores
 
 MATMUL_SIZE = 1024
 MATMUL_ROUNDS = 5

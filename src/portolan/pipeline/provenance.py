@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 
 from portolan.canonical import digest
+from portolan.processes import THREADS_VARIABLE
 from portolan.record.types import Attempt
-from portolan.train.process import THREADS_VARIABLE
 
 RECORDED_ENVIRONMENT = (
     "JAX_PLATFORMS",

@@ -29,9 +29,9 @@ from portolan.pipeline.machine import ONE_PROCESS, Machine
 from portolan.pipeline.plan import estimate_memory
 from portolan.pipeline.recorder import ProjectRecord
 from portolan.pipeline.runs import PlannedRun
+from portolan.processes import THREADS_VARIABLE, end_with_parent, usable_cores
 from portolan.project import Project
 from portolan.shapes import ModelConfig
-from portolan.train.process import THREADS_VARIABLE, usable_cores
 
 PROCESS_BYTES = 800 * 1024**2
 """Memory of a process that trains next to nothing: the interpreter, JAX, compiled programs."""
@@ -172,6 +172,8 @@ class _Crowd:
             self.shapes[worker] = job.shape
         with contextlib.suppress(BrokenPipeError):
             worker.send(job)
+        if job is not None and self.is_stopping:  # asked between the two looks at it
+            self.processes[worker].terminate()
 
     def _choose(self, worker: Connection) -> Job:
         """A job whose programs this process has, else one that no other process compiles now."""
@@ -202,9 +204,9 @@ class _Crowd:
 
     def _bury(self, worker: Connection) -> None:
         """A process has ended: as it should, or in the middle of a job."""
+        job = self.busy.pop(worker, None)  # first: a signal may stop what is busy at any moment
         process = self.processes.pop(worker)
         process.join()
-        job = self.busy.pop(worker, None)
         if job is None or self.is_stopping:
             return
         code = process.exitcode
@@ -288,7 +290,7 @@ def _live(connection: Connection, function: TrainOne) -> None:
     # A key press reaches the process that prints; it tells the others, once.
     os.setsid()
     os.environ[THREADS_VARIABLE] = "1"
-    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    end_with_parent()
     sys.stdout = _Lines(connection)  # type: ignore[assignment]
     try:
         while (job := connection.recv()) is not None:
@@ -307,11 +309,3 @@ def _outcome(job: Job, function: TrainOne, connection: Connection) -> tuple[str,
         message = f"training {job.run.run_id} failed: {type(error).__name__}: {error}"
         return "failed", (PortolanError, message, "see the traceback above")
     return "done", None
-
-
-def _die_with_parent() -> None:
-    """End at once when the parent is gone: a killed one cannot say so."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait_for([parent.sentinel])
-    os._exit(1)

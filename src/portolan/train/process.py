@@ -12,20 +12,6 @@ from typing import Any
 from portolan.errors import PortolanError
 from portolan.files import storage_errors
 
-THREADS_VARIABLE = "NPROC"
-"""What XLA's CPU client takes for the number of cores, where it is set."""
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def num_threads() -> int:
-    """Threads among which XLA divides a program for the CPU."""
-    given = os.environ.get(THREADS_VARIABLE, "")
-    return int(given) if given.isdigit() else usable_cores()
-
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:

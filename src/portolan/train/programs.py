@@ -17,7 +17,7 @@ import jax
 import zstandard
 
 from portolan.files import sha256_file
-from portolan.train.process import num_threads
+from portolan.processes import num_threads
 
 MAX_KEPT_BYTES = 512 * 1024 * 1024
 """The oldest programs go first; those of one training shape take 2 to 4 MB."""

@@ -3,17 +3,16 @@
 import contextlib
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait as wait_for
 from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
 from portolan.errors import PortolanError
+from portolan.processes import end_with_parent
 
 MAX_DEATHS = 3
 TASKS_IN_FLIGHT_PER_WORKER = 2
@@ -150,14 +149,7 @@ def map_in_order(
 
 
 def _prepare_worker() -> None:
-    """One thread a worker; and end it when its parent dies: a killed one cannot say so."""
+    """One thread a worker, which ends with its parent."""
     pa.set_cpu_count(1)
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait_for([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    end_with_parent()
