@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from portolan.model import attention, transformer
 from portolan.model.conv import convolve, find_neighbours
-from portolan.model.experts import apply_experts, plan_dispatch
+from portolan.model.kernels import choose_experts
 from portolan.model.loss import token_losses
 from portolan.model.moe import feed_forward
 from portolan.model.norms import apply_norm
@@ -52,8 +52,9 @@ def measurable_parts(params: Any, batch: Any, config: ModelConfig) -> dict[str, 
         return attention.attend(x, params, context, jnp.array(True), config)
 
     def experts(x: jax.Array, weights: jax.Array, experts: Any) -> jax.Array:
-        dispatch = plan_dispatch(routing.experts_TK, valid, config.num_experts)
-        return apply_experts(x, weights, experts, dispatch)
+        kernel = choose_experts(experts, routing.experts_TK.size)
+        dispatch = kernel.plan(routing.experts_TK, valid, config.num_experts)
+        return kernel.apply(x, weights, experts, dispatch)
 
     def whole_feed_forward(x: jax.Array, params: Any) -> jax.Array:
         return feed_forward(x, params, beta, valid, config)

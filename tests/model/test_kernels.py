@@ -150,8 +150,34 @@ def test_the_model_on_a_gpu_in_bfloat16_is_close(cpu_model):
 def test_choice_by_platform_and_shape(platform, dtype, head_size, length, fused):
     with kernels.assume_platform(platform):
         chosen = kernels.choose_attention(jnp.dtype(dtype), head_size, length)
-        assert kernels.choose_experts() is (
-            kernels.RAGGED if platform == "tpu" else kernels.GROUPED
-        )
     module = attention_flash if fused else softmax_attention
     assert chosen is module.dot_product
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "tokens", "latent", "kernel"),
+    [
+        ("cpu", "float32", 1024, 128, kernels.SORTED),
+        ("cpu", "float64", 1024, 128, kernels.SORTED),
+        ("cpu", "float32", 1023, 128, kernels.GROUPED),
+        ("cpu", "float32", 1024, 64, kernels.GROUPED),
+        ("cpu", "bfloat16", 1024, 128, kernels.GROUPED),
+        ("cuda", "float32", 1024, 128, kernels.GROUPED),
+        ("rocm", "float32", 1024, 128, kernels.GROUPED),
+        ("tpu", "float32", 1024, 128, kernels.RAGGED),
+    ],
+)
+def test_choice_of_the_experts_kernel(platform, dtype, tokens, latent, kernel):
+    """128 rows of 128 into 128 are the least that numpy computes."""
+    shapes = ((32, latent, 128), (32, latent, 128), (32, 128, latent))
+    mlp = GatedMlp(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    with kernels.assume_platform(platform):
+        assert kernels.choose_experts(mlp, 4 * tokens) is kernel
+
+
+def test_a_gpu_never_calls_numpy(monkeypatch):
+    """Also where the kernels of a CPU are asked for, to compare them on that device."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mlp = GatedMlp(*(jax.ShapeDtypeStruct((4, 256, 256), "float32"),) * 3)
+    with kernels.assume_platform("cpu"):
+        assert kernels.choose_experts(mlp, 4096) is kernels.GROUPED

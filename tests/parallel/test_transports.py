@@ -13,11 +13,14 @@ from tests.parallel.transport_cases import (
     CASES,
     G1_IDS,
     GOLDENS,
+    LARGE,
     MEMORY,
     MORE_CASES,
     Case,
     make_inputs,
 )
+
+from portolan.model import kernels
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FIELDS = ("y", "dx", "dc", "dgate", "dup", "ddown")
@@ -93,6 +96,12 @@ def check(case: Case, found: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_dense_reference(found, case):
     check(case, found)
+
+
+def test_the_large_case_is_one_for_numpy():
+    case = LARGE
+    flops = 2 * case.tokens * case.selected * case.width * case.inner // case.experts
+    assert flops >= kernels.BLAS_MIN_FLOPS
 
 
 @pytest.mark.slow

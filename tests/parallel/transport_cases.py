@@ -188,8 +188,20 @@ def make_inputs(case: Case) -> Inputs:
     )
 
 
+LARGE = Case(
+    "grouped, large experts",
+    (2, 4, 1, 1, 1),
+    "grouped",
+    tokens=128,
+    selected=4,
+    experts=4,
+    width=128,
+    inner=128,
+)
+"""So large that eight devices of a CPU compute them by numpy, side by side."""
 CASES = [
     Case("grouped", (2, 2, 1, 1, 2), "grouped", distinct=True),
+    LARGE,
     Case("ring", (1, 1, 1, 4, 2), "ring", distinct=True),
     Case("ring waterfill", (1, 2, 1, 4, 1), "ring", "waterfill", group=2),
     Case("cell", (1, 2, 1, 4, 1), "cell", "cell"),

@@ -131,7 +131,7 @@ def forward_batched(
         return jax.lax.dynamic_update_slice_in_dim(y_PR, y, start, axis=0)
 
     # Every row is summed over its choices in their order, wherever they were computed: what other
-    # tokens choose changes no bit.
+    # tokens choose changes no bit, as far as a product does not depend on how many rows it has.
     y_PR = jax.lax.fori_loop(0, dispatch.num_blocks, fill_block, y_PR)
     out_TR = jnp.sum(weights_TK[..., None] * collect(y_PR, dispatch.slot_TK), axis=1)
     return out_TR, (gate_ECF, up_ECF)

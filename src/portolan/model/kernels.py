@@ -4,7 +4,7 @@ The choice follows the platform and static shapes, so a compiled program holds o
 
 | platform | experts | attention |
 |---|---|---|
-| cpu | grouped products | hand-written |
+| cpu | large in float32: numpy's products; else grouped products | hand-written |
 | cuda | grouped products | cuDNN for 16-bit floats and sizes that it takes, else hand-written |
 | rocm | grouped products | hand-written |
 | tpu | ragged products | hand-written |
@@ -15,6 +15,7 @@ times all experts (reported in marin #7012 and #9077), and on CPU too. The group
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -23,8 +24,19 @@ import jax
 import jax.numpy as jnp
 from jax.extend.backend import get_backend
 
-from portolan.model import attention_flash, experts, experts_ragged, softmax_attention
+from portolan.model import (
+    attention_flash,
+    experts,
+    experts_blas,
+    experts_ragged,
+    softmax_attention,
+)
+from portolan.model.tree import GatedMlp
 
+BLAS_DTYPES = (jnp.float32, jnp.float64)
+BLAS_MIN_FLOPS = 2**22
+"""Of one product of one expert at the mean load. Below, what numpy's calls cost is more than what
+they gain; above, they are 1.0 to 1.9 times as fast (LOG.md)."""
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
 CUDNN_HEAD_STEP = 8
 CUDNN_MAX_HEAD_SIZE = 128
@@ -44,6 +56,7 @@ class ExpertKernel(NamedTuple):
 
 
 GROUPED = ExpertKernel(experts.plan_dispatch, experts.apply_experts)
+SORTED = ExpertKernel(experts_blas.plan_sorted, experts_blas.apply_sorted)
 RAGGED = ExpertKernel(experts_ragged.plan_dispatch, experts_ragged.apply_experts)
 
 
@@ -70,9 +83,15 @@ def assume_platform(name: str) -> Iterator[None]:
         _assumed.reset(token)
 
 
-def choose_experts() -> ExpertKernel:
-    """The routed experts' kernel."""
-    return RAGGED if platform() == "tpu" else GROUPED
+def choose_experts(experts: GatedMlp, num_assignments: int) -> ExpertKernel:
+    """The routed experts' kernel for matrices [E, R, F] and T * K assignments of tokens."""
+    if platform() == "tpu":
+        return RAGGED
+    flops = 2 * num_assignments * math.prod(experts.gate.shape[1:]) // experts.gate.shape[0]
+    on_host = platform() == jax.default_backend() == "cpu"
+    if on_host and experts.gate.dtype in BLAS_DTYPES and flops >= BLAS_MIN_FLOPS:
+        return SORTED
+    return GROUPED
 
 
 def choose_attention(dtype: jnp.dtype, head_size: int, length: int) -> Callable[..., jax.Array]:

@@ -52,7 +52,7 @@ class Placement(Totals):
         config: ModelConfig,
     ) -> tuple[jax.Array, Drops | None]:
         """Weighted sum over the selected experts [T, R], and what was dropped on the way."""
-        kernel = choose_experts()
+        kernel = choose_experts(experts, routing.experts_TK.size)
         dispatch = kernel.plan(routing.experts_TK, valid_T, config.num_experts)
         dispatch = checkpoint_name(dispatch, SAVED_ROUTING)
         return kernel.apply(x_TR, routing.weights_TK.astype(x_TR.dtype), experts, dispatch), None

@@ -16,7 +16,7 @@ def apply_grouped(
     experts: GatedMlp,
 ) -> jax.Array:
     """y [T, R] by the kernel that one device would use."""
-    kernel = choose_experts()
+    kernel = choose_experts(experts, experts_TK.size)
     dispatch = kernel.plan(experts_TK, valid_T, experts.gate.shape[0])
     dispatch = checkpoint_name(dispatch, SAVED_ROUTING)
     return kernel.apply(x_TR, weights_TK, experts, dispatch)

@@ -1,0 +1,234 @@
+"""Large routed experts on a CPU, without drops: numpy's products, an expert at a time.
+
+Shapes: T tokens, R latent width, F expert width, E experts, K experts per token, P = T*K rows.
+
+Rows lie sorted by expert, without a slot too many. A program of XLA would have to know how many
+rows an expert has, and a batched product of it reads and writes whole arrays between two products;
+here the rows of one expert stay in the cache from the first product to the last. Threads take the
+experts in turn and compute each of them alone: the result does not depend on their number.
+"""
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.buffer_callback import buffer_callback
+from threadpoolctl import ThreadpoolController
+
+from portolan.model.expert_rows import SAVED_PRODUCTS
+from portolan.model.tree import GatedMlp
+from portolan.processes import num_threads
+
+GATHER_MODE = "clip"
+"""Row numbers are in range; numpy would buffer what it has to check."""
+
+
+class SortedDispatch(NamedTuple):
+    """The row of each assignment and the assignment (token * K + choice) of each row.
+
+    `end_E` ends the rows of each expert. The rows from the last end on are those of padding tokens:
+    zero, whatever is computed.
+    """
+
+    row_TK: jax.Array
+    assignment_P: jax.Array
+    end_E: jax.Array
+
+
+def plan_sorted(experts_TK: jax.Array, valid_T: jax.Array, num_experts: int) -> SortedDispatch:
+    """Sort the assignments of valid tokens by expert, in the order of the tokens."""
+    shapes = (experts_TK.shape, (experts_TK.size,), (num_experts,))
+    out = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    return SortedDispatch(*buffer_callback(_sort, out)(experts_TK, valid_T))
+
+
+@jax.custom_vjp
+def apply_sorted(
+    x_TR: jax.Array, weights_TK: jax.Array, experts: GatedMlp, dispatch: SortedDispatch
+) -> jax.Array:
+    """Sum over the selected experts of weight * down(silu(gate x) * up x): [T, R]."""
+    return _forward(x_TR, weights_TK, experts, dispatch)[0]
+
+
+def _forward(x_TR, weights_TK, experts, dispatch):
+    num_rows, latent, inner = weights_TK.size, *experts.gate.shape[1:]
+    shapes = [(num_rows, inner), (num_rows, inner), (num_rows, latent)]
+    gate_PF, up_PF, y_PR = buffer_callback(_compute, _like(x_TR, shapes))(
+        x_TR, dispatch.assignment_P, dispatch.end_E, *_leaves(experts)
+    )
+    products = checkpoint_name((gate_PF, up_PF), SAVED_PRODUCTS)
+    out_TR = jnp.sum(weights_TK[..., None] * _gather(y_PR, dispatch.row_TK), axis=1)
+    return out_TR, (x_TR, weights_TK, experts, dispatch, products)
+
+
+def _backward(saved, grad_TR):
+    x_TR, weights_TK, experts, dispatch, products = saved
+    leaves = _leaves(experts)
+    shapes = [(weights_TK.size, x_TR.shape[1]), weights_TK.shape, *(m.shape for m in leaves)]
+    dx_PR, dweights_TK, *dexperts = buffer_callback(_differentiate, _like(x_TR, shapes))(
+        x_TR, grad_TR, weights_TK, dispatch.assignment_P, dispatch.end_E, *leaves, *products
+    )
+    dx_TR = jnp.sum(_gather(dx_PR, dispatch.row_TK), axis=1)
+    return dx_TR, dweights_TK, GatedMlp(*dexperts), None
+
+
+apply_sorted.defvjp(_forward, _backward)
+
+
+def _gather(rows: jax.Array, row_TK: jax.Array) -> jax.Array:
+    return rows.at[row_TK].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _leaves(experts: GatedMlp) -> list[jax.Array]:
+    return [experts.gate, experts.up, experts.down]
+
+
+def _like(x_TR: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, x_TR.dtype) for shape in shapes]
+
+
+def _sort(context: Any, out: list[Any], *given: Any) -> None:
+    """The fields of a dispatch."""
+    del context
+    row_TK, assignment_P, end_E = map(np.asarray, out)
+    experts_TK, valid_T = map(np.asarray, given)
+    num_experts = len(end_E)
+    # numpy sorts 16-bit numbers by their digits.
+    narrow = np.min_scalar_type(num_experts)
+    expert_P = np.where(valid_T[:, None], experts_TK, num_experts).astype(narrow).ravel()
+    order_P = np.argsort(expert_P, kind="stable")
+    assignment_P[:] = order_P
+    np.cumsum(np.bincount(expert_P, minlength=num_experts)[:num_experts], out=end_E)
+    row_TK.reshape(-1)[order_P] = np.arange(len(order_P))
+
+
+def _compute(context: Any, out: list[Any], *given: Any) -> None:
+    """Gate and up products and the output of each row."""
+    del context
+    gate_PF, up_PF, y_PR = leaves = [np.asarray(buffer) for buffer in out]
+    x_TR, assignment_P, end_E, gate_ERF, up_ERF, down_EFR = map(np.asarray, given)
+    num_selected = len(assignment_P) // len(x_TR)
+
+    def start(rows: int) -> Callable[[int, slice], None]:
+        x_CR = np.empty((rows, x_TR.shape[1]), x_TR.dtype)
+        inner_CF = np.empty((rows, up_PF.shape[1]), x_TR.dtype)
+
+        def compute(expert: int, mine: slice) -> None:
+            gate, up = gate_PF[mine], up_PF[mine]
+            x, inner = x_CR[: len(gate)], inner_CF[: len(gate)]
+            x_TR.take(assignment_P[mine] // num_selected, axis=0, out=x, mode=GATHER_MODE)
+            np.matmul(x, gate_ERF[expert], out=gate)
+            np.matmul(x, up_ERF[expert], out=up)
+            _sigmoid(gate, inner)
+            inner *= gate
+            inner *= up
+            np.matmul(inner, down_EFR[expert], out=y_PR[mine])
+
+        return compute
+
+    _share(end_E, start)
+    for leaf in leaves:
+        leaf[end_E[-1] :] = 0
+
+
+def _differentiate(context: Any, out: list[Any], *given: Any) -> None:
+    """Gradients of each row of x, of the combine weights and of the experts."""
+    del context
+    dx_PR, dweights_TK, dgate_ERF, dup_ERF, ddown_EFR = [np.asarray(buffer) for buffer in out]
+    x_TR, dy_TR, weights_TK, assignment_P, end_E, *rest = map(np.asarray, given)
+    gate_ERF, up_ERF, down_EFR, gate_PF, up_PF = rest
+    weights, dweights = weights_TK.reshape(-1), dweights_TK.reshape(-1)
+
+    def start(rows: int) -> Callable[[int, slice], None]:
+        wide = np.empty((2, rows, x_TR.shape[1]), x_TR.dtype)
+        inner = np.empty((4, rows, up_PF.shape[1]), x_TR.dtype)
+
+        def differentiate(expert: int, mine: slice) -> None:
+            gate, up, assignment = gate_PF[mine], up_PF[mine], assignment_P[mine]
+            token = assignment // weights_TK.shape[1]
+            weight = weights[assignment, None]
+            x, dy = wide[:, : len(gate)]
+            dinner, sigma, silu, active = inner[:, : len(gate)]
+            x_TR.take(token, axis=0, out=x, mode=GATHER_MODE)
+            dy_TR.take(token, axis=0, out=dy, mode=GATHER_MODE)
+            np.matmul(dy, down_EFR[expert].T, out=dinner)
+            _sigmoid(gate, sigma)
+            np.multiply(gate, sigma, out=silu)
+            np.multiply(silu, up, out=active)
+            dweights[assignment] = np.vecdot(dinner, active)
+            active *= weight
+            np.matmul(active.T, dy, out=ddown_EFR[expert])
+            dinner *= weight
+            # The derivative of silu is sigma + silu * (1 - sigma).
+            dgate = np.subtract(1, sigma, out=active)
+            dgate *= silu
+            dgate += sigma
+            dgate *= up
+            dgate *= dinner
+            dup = np.multiply(silu, dinner, out=silu)
+            np.matmul(x.T, dgate, out=dgate_ERF[expert])
+            np.matmul(x.T, dup, out=dup_ERF[expert])
+            np.matmul(dgate, gate_ERF[expert].T, out=dx_PR[mine])
+            np.matmul(dup, up_ERF[expert].T, out=x)
+            dx_PR[mine] += x
+
+        return differentiate
+
+    _share(end_E, start)
+    nothing_P = slice(end_E[-1], None)
+    dx_PR[nothing_P] = 0
+    dweights[assignment_P[nothing_P]] = 0
+
+
+def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:
+    np.negative(x, out=out)
+    np.exp(out, out=out)
+    out += 1
+    np.reciprocal(out, out=out)
+
+
+def _share(end_E: np.ndarray, start: Callable[[int], Callable[[int, slice], None]]) -> None:
+    """Call `start(rows)` in each thread, and what it returns for one expert after another."""
+    first_E = np.concatenate([[0], end_E[:-1]])
+    most = int(np.max(end_E - first_E))
+    numbers = itertools.count()
+
+    def work() -> None:
+        # The exponential of a very negative gate is infinite, and its sigmoid 0.
+        with np.errstate(all="ignore"):
+            run = start(most)
+            while (number := next(numbers)) < len(end_E):
+                run(number, slice(first_E[number], end_E[number]))
+
+    _one_thread_each()
+    helpers = _helpers()
+    others = [helpers.submit(work) for _ in range(num_threads() - 1)] if helpers else []
+    try:
+        work()
+    finally:
+        wait([other for other in others if not other.cancel()])
+    for other in others:
+        if not other.cancelled():
+            other.result()
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor | None:
+    threads = num_threads() - 1
+    return ThreadPoolExecutor(threads, thread_name_prefix="experts") if threads else None
+
+
+@cache
+def _one_thread_each() -> None:
+    """From here on numpy's products use one thread each.
+
+    For good: to give OpenBLAS its threads back after each call made a step of two threads 25 %
+    slower, because they then wait for work in a loop.
+    """
+    ThreadpoolController().select(user_api="blas").limit(limits=1)
