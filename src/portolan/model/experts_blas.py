@@ -48,45 +48,69 @@ def plan_sorted(experts_TK: jax.Array, valid_T: jax.Array, num_experts: int) -> 
     return SortedDispatch(*buffer_callback(_sort, out)(experts_TK, valid_T))
 
 
-@jax.custom_vjp
+class Stack(NamedTuple):
+    """The experts of all layers [L, E, ...], and the number of one."""
+
+    experts: GatedMlp
+    layer: jax.Array
+
+
 def apply_sorted(
-    x_TR: jax.Array, weights_TK: jax.Array, experts: GatedMlp, dispatch: SortedDispatch
+    x_TR: jax.Array,
+    weights_TK: jax.Array,
+    experts: GatedMlp,
+    dispatch: SortedDispatch,
+    stack: Stack | None = None,
 ) -> jax.Array:
-    """Sum over the selected experts of weight * down(silu(gate x) * up x): [T, R]."""
-    return _forward(x_TR, weights_TK, experts, dispatch)[0]
+    """Sum over the selected experts of weight * down(silu(gate x) * up x): [T, R].
+
+    Where `experts` is one layer of `stack`, the values are read there and `experts` has the
+    gradient only: XLA would copy the layer for numpy.
+    """
+    if stack is None:
+        one = jax.tree.map(lambda leaf: leaf[None], experts)
+        stack = Stack(jax.lax.stop_gradient(one), jnp.zeros((), jnp.int32))
+    return _apply(x_TR, weights_TK, experts, stack, dispatch)
 
 
-def _forward(x_TR, weights_TK, experts, dispatch):
+@jax.custom_vjp
+def _apply(x_TR, weights_TK, experts, stack, dispatch):
+    return _forward(x_TR, weights_TK, experts, stack, dispatch)[0]
+
+
+def _forward(x_TR, weights_TK, experts, stack, dispatch):
     num_rows, latent, inner = weights_TK.size, *experts.gate.shape[1:]
     shapes = [(num_rows, inner), (num_rows, inner), (num_rows, latent)]
     gate_PF, up_PF, y_PR = buffer_callback(_compute, _like(x_TR, shapes))(
-        x_TR, dispatch.assignment_P, dispatch.end_E, *_leaves(experts)
+        x_TR, dispatch.assignment_P, dispatch.end_E, *jax.tree.leaves(stack)
     )
     products = checkpoint_name((gate_PF, up_PF), SAVED_PRODUCTS)
     out_TR = jnp.sum(weights_TK[..., None] * _gather(y_PR, dispatch.row_TK), axis=1)
-    return out_TR, (x_TR, weights_TK, experts, dispatch, products)
+    return out_TR, (x_TR, weights_TK, stack, dispatch, products)
 
 
 def _backward(saved, grad_TR):
-    x_TR, weights_TK, experts, dispatch, products = saved
-    leaves = _leaves(experts)
-    shapes = [(weights_TK.size, x_TR.shape[1]), weights_TK.shape, *(m.shape for m in leaves)]
+    x_TR, weights_TK, stack, dispatch, products = saved
+    matrices = [leaf.shape[1:] for leaf in jax.tree.leaves(stack.experts)]
+    shapes = [(weights_TK.size, x_TR.shape[1]), weights_TK.shape, *matrices]
     dx_PR, dweights_TK, *dexperts = buffer_callback(_differentiate, _like(x_TR, shapes))(
-        x_TR, grad_TR, weights_TK, dispatch.assignment_P, dispatch.end_E, *leaves, *products
+        x_TR,
+        grad_TR,
+        weights_TK,
+        dispatch.assignment_P,
+        dispatch.end_E,
+        *jax.tree.leaves(stack),
+        *products,
     )
     dx_TR = jnp.sum(_gather(dx_PR, dispatch.row_TK), axis=1)
-    return dx_TR, dweights_TK, GatedMlp(*dexperts), None
+    return dx_TR, dweights_TK, GatedMlp(*dexperts), None, None
 
 
-apply_sorted.defvjp(_forward, _backward)
+_apply.defvjp(_forward, _backward)
 
 
 def _gather(rows: jax.Array, row_TK: jax.Array) -> jax.Array:
     return rows.at[row_TK].get(mode="promise_in_bounds", unique_indices=True)
-
-
-def _leaves(experts: GatedMlp) -> list[jax.Array]:
-    return [experts.gate, experts.up, experts.down]
 
 
 def _like(x_TR: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.ShapeDtypeStruct]:
@@ -112,7 +136,8 @@ def _compute(context: Any, out: list[Any], *given: Any) -> None:
     """Gate and up products and the output of each row."""
     del context
     gate_PF, up_PF, y_PR = leaves = [np.asarray(buffer) for buffer in out]
-    x_TR, assignment_P, end_E, gate_ERF, up_ERF, down_EFR = map(np.asarray, given)
+    x_TR, assignment_P, end_E, *stack = map(np.asarray, given)
+    gate_ERF, up_ERF, down_EFR = _read_layer(*stack)
     num_selected = len(assignment_P) // len(x_TR)
 
     def start(rows: int) -> Callable[[int, slice], None]:
@@ -142,7 +167,8 @@ def _differentiate(context: Any, out: list[Any], *given: Any) -> None:
     del context
     dx_PR, dweights_TK, dgate_ERF, dup_ERF, ddown_EFR = [np.asarray(buffer) for buffer in out]
     x_TR, dy_TR, weights_TK, assignment_P, end_E, *rest = map(np.asarray, given)
-    gate_ERF, up_ERF, down_EFR, gate_PF, up_PF = rest
+    *stack, gate_PF, up_PF = rest
+    gate_ERF, up_ERF, down_EFR = _read_layer(*stack)
     weights, dweights = weights_TK.reshape(-1), dweights_TK.reshape(-1)
 
     def start(rows: int) -> Callable[[int, slice], None]:
@@ -184,6 +210,12 @@ def _differentiate(context: Any, out: list[Any], *given: Any) -> None:
     nothing_P = slice(end_E[-1], None)
     dx_PR[nothing_P] = 0
     dweights[assignment_P[nothing_P]] = 0
+
+
+def _read_layer(
+    gate_LERF: np.ndarray, up_LERF: np.ndarray, down_LEFR: np.ndarray, layer: np.ndarray
+) -> list[np.ndarray]:
+    return [leaf[layer] for leaf in (gate_LERF, up_LERF, down_LEFR)]
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:

@@ -49,14 +49,18 @@ _assumed: ContextVar[str | None] = ContextVar("assumed_platform", default=None)
 
 class ExpertKernel(NamedTuple):
     """`plan(experts [T, K], valid [T], E)` makes the dispatch that `apply(x, weights, experts,
-    dispatch)` reads."""
+    dispatch)` reads.
+
+    With `reads_stack` it takes a `Stack` after the dispatch: the place of the values.
+    """
 
     plan: Callable[..., Any]
     apply: Callable[..., jax.Array]
+    reads_stack: bool = False
 
 
 GROUPED = ExpertKernel(experts.plan_dispatch, experts.apply_experts)
-SORTED = ExpertKernel(experts_blas.plan_sorted, experts_blas.apply_sorted)
+SORTED = ExpertKernel(experts_blas.plan_sorted, experts_blas.apply_sorted, reads_stack=True)
 RAGGED = ExpertKernel(experts_ragged.plan_dispatch, experts_ragged.apply_experts)
 
 

@@ -4,6 +4,7 @@ A mesh (`portolan.parallel.spread`) overrides every method: there a function of 
 tokens and the matrices of one device only.
 """
 
+import copy
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from portolan.model.attention import Context, rotary_tables
 from portolan.model.conv import find_neighbours
 from portolan.model.drops import Drops
+from portolan.model.experts_blas import Stack
 from portolan.model.kernels import choose_experts
 from portolan.model.norms import wide
 from portolan.model.router import SAVED_ROUTING, Routing
@@ -24,6 +26,9 @@ from portolan.shapes import ModelConfig
 class Placement(Totals):
     """One device with all tokens and all parameters."""
 
+    stack: Stack | None = None
+    """Where the experts of the layer at hand lie, once that is known."""
+
     def whole(self, params: Params, dtype: Any) -> Params:
         """The parameters outside the layers, whole."""
         del dtype
@@ -33,6 +38,14 @@ class Placement(Totals):
         """The parameters of one layer, whole but for the experts."""
         del dtype
         return layer
+
+    def in_layer(self, layers: Block, number: jax.Array) -> "Placement":
+        """The placement for one of the stacked layers."""
+        if layers.moe is None:
+            return self
+        placed = copy.copy(self)
+        placed.stack = Stack(jax.lax.stop_gradient(layers.moe.experts), number)
+        return placed
 
     def context(self, segments_BS: jax.Array, config: ModelConfig, dtype: Any) -> Any:
         """What the layers know about other positions of their rows."""
@@ -55,7 +68,9 @@ class Placement(Totals):
         kernel = choose_experts(experts, routing.experts_TK.size)
         dispatch = kernel.plan(routing.experts_TK, valid_T, config.num_experts)
         dispatch = checkpoint_name(dispatch, SAVED_ROUTING)
-        return kernel.apply(x_TR, routing.weights_TK.astype(x_TR.dtype), experts, dispatch), None
+        weights_TK = routing.weights_TK.astype(x_TR.dtype)
+        place = (self.stack,) if kernel.reads_stack else ()
+        return kernel.apply(x_TR, weights_TK, experts, dispatch, *place), None
 
 
 ONE_DEVICE = Placement()

@@ -148,10 +148,11 @@ def hidden(
     context = placement.context(segments, config, compute_dtype)
 
     def body(x, layer):
-        layer_params, beta, is_global = layer
+        layer_params, beta, is_global, number = layer
         x = checkpoint_name(x, CARRY)
         layer_params = placement.whole_layer(layer_params, compute_dtype)
-        return block(x, layer_params, beta, is_global, context, config, placement)
+        here = placement.in_layer(layers, number)
+        return block(x, layer_params, beta, is_global, context, config, here)
 
     policy = jax.checkpoint_policies.save_only_these_names(*SAVED[remat])
     if offload_carries:
@@ -164,7 +165,8 @@ def hidden(
     body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     flags = jnp.array(config.global_layers)
     layers = stacked_layers(params, config)
-    x, (new_beta, metrics) = jax.lax.scan(body, x, (layers, beta_LE, flags))
+    numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
+    x, (new_beta, metrics) = jax.lax.scan(body, x, (layers, beta_LE, flags, numbers))
     return leave(params, x), new_beta, metrics
 
 

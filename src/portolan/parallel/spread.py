@@ -179,6 +179,11 @@ class MeshPlacement(Placement):
         """The matrices of a layer; of the experts only what `data` splits."""
         return self._gathered(layer, "blocks/", dtype)
 
+    def in_layer(self, layers: Block, number: jax.Array) -> Placement:
+        """The same: a device gathers what it reads of a layer."""
+        del layers, number
+        return self
+
     def _gathered(self, tree: Any, prefix: str, dtype: Any, skip: str | None = None) -> Any:
         shapes = {
             path: leaf.shape for path, leaf in flatten_paths(abstract(self.spread.config)).items()
