@@ -136,10 +136,14 @@ def _expert_matrices(config: ModelConfig, num_experts: int) -> int:
     return 3 * num_experts * config.latent_width * config.expert_width
 
 
+def _full_width_inner(config: ModelConfig) -> int:
+    """Inner width of the shared experts together or of the dense SwiGLU."""
+    return config.num_shared_experts * config.shared_width + config.dense_width
+
+
 def _full_width_mlps(config: ModelConfig) -> int:
     """Shared experts or the dense SwiGLU of one layer."""
-    inner = config.num_shared_experts * config.shared_width + config.dense_width
-    return 3 * config.width * inner
+    return 3 * config.width * _full_width_inner(config)
 
 
 def _head_gates(config: ModelConfig) -> int:
@@ -436,10 +440,14 @@ def saved_bytes_per_token(config: ModelConfig, remat: Remat, value_bytes: int) -
     if remat == "layer":
         return value_bytes * values
     values += (heads + 2 * config.num_kv_heads) * head_dim + heads + config.width
+    values += config.latent_width
     attended = FLOAT32_BYTES * heads * (head_dim + 1)
     routing = 4 * FLOAT32_BYTES * config.experts_per_token
     if remat == "none":
         values += EXPERT_ROWS_OVER_MEAN * config.experts_per_token * 2 * config.expert_width
+        values += 2 * _full_width_inner(config) + config.num_experts
+        values += config.latent_width if config.latent else 0
+        values += config.width * len({"attn", "mlp"}.intersection(config.conv_sites))
     return value_bytes * values + attended + routing
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 SAVED_PRODUCTS = "expert_products"
 """Name of the gate and up products for checkpoint policies."""
+SAVED_ROUTED = "routed"
+"""Name of the sum over the experts of a token: what follows reads it again in the backward pass."""
 SAVED_ARRIVED = "arrived_rows"
 """Name of the rows that an exchange brought to their experts."""
 SAVED_RETURNED = "returned_rows"

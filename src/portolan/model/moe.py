@@ -6,7 +6,9 @@ Shapes: T tokens, D width, R latent width, E experts, K experts per token.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from portolan.model.expert_rows import SAVED_ROUTED
 from portolan.model.norms import rms_norm, wide
 from portolan.model.placement import ONE_DEVICE, Placement
 from portolan.model.router import (
@@ -18,6 +20,8 @@ from portolan.model.router import (
 )
 from portolan.model.tree import Block, GatedMlp, Moe
 from portolan.shapes import ModelConfig
+
+SAVED_FEED_FORWARD = "feed_forward_projections"
 
 
 def feed_forward(
@@ -38,7 +42,7 @@ def feed_forward(
 def swiglu(x_TD: jax.Array, params: GatedMlp) -> jax.Array:
     """(silu(x gate) * (x up)) down: [T, D]."""
     joined = jnp.concatenate([params.gate, params.up], axis=1).astype(x_TD.dtype)
-    gate, up = jnp.split(x_TD @ joined, 2, axis=1)
+    gate, up = jnp.split(checkpoint_name(x_TD @ joined, SAVED_FEED_FORWARD), 2, axis=1)
     return (jax.nn.silu(gate) * up) @ params.down.astype(x_TD.dtype)
 
 
@@ -58,7 +62,8 @@ def mixture(
     latent_down = [] if params.latent_down is None else [params.latent_down]
     joined = jnp.concatenate([params.router, *latent_down, *gates, *ups], axis=1)
     ends = [config.num_experts, config.num_experts + sum(m.shape[1] for m in latent_down)]
-    logits_TE, latent, inner = jnp.split(x_TD @ joined.astype(dtype), ends, axis=1)
+    projected = checkpoint_name(x_TD @ joined.astype(dtype), SAVED_FEED_FORWARD)
+    logits_TE, latent, inner = jnp.split(projected, ends, axis=1)
     gate, up = jnp.split(inner, 2, axis=1)
     logits_TE = logits_TE.astype(wide(dtype))
     bias_E = selection_bias(beta_E, config)
@@ -68,6 +73,7 @@ def mixture(
         latent = rms_norm(latent, params.latent_norm.gain)
     experts = jax.tree.map(lambda leaf: leaf.astype(dtype), params.experts)
     routed, drops = placement.mix_experts(latent, routing, valid_T, experts, config)
+    routed = checkpoint_name(routed, SAVED_ROUTED)
     out = _leave_experts(routed, params.latent_up, jax.nn.silu(gate) * up, downs)
     if config.balance != "softmax_aux":
         logits_TE = jax.lax.stop_gradient(logits_TE)

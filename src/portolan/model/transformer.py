@@ -11,11 +11,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from portolan.model.attention import SAVED_PROJECTIONS, Context, attend
 from portolan.model.conv import convolve, spread_over_layers
-from portolan.model.expert_rows import SAVED_ARRIVED, SAVED_PRODUCTS, SAVED_RETURNED
+from portolan.model.expert_rows import (
+    SAVED_ARRIVED,
+    SAVED_PRODUCTS,
+    SAVED_RETURNED,
+    SAVED_ROUTED,
+)
 from portolan.model.init import init
 from portolan.model.loss import token_losses as vocabulary_losses
 from portolan.model.loss import weighted_loss
-from portolan.model.moe import feed_forward
+from portolan.model.moe import SAVED_FEED_FORWARD, feed_forward
 from portolan.model.norms import apply_norm, wide
 from portolan.model.placement import ONE_DEVICE, Placement
 from portolan.model.router import SAVED_ROUTING, RouterMetrics, router_loss
@@ -41,11 +46,26 @@ CPU_COMPILER_OPTIONS = {
 """For `jax.jit(..., compiler_options=...)` on CPU: library kernels for products only. Fused with
 reductions they cost a tenth of a small step (jax 0.10.2)."""
 SAVED_MIDDLE = "middle"
+SAVED_BRANCHES = "branches"
+"""What the convolutions at the ends of the branches read."""
 CARRY = "carry"
 """What a layer reads, [T, D]."""
-SAVED_OUTSIDE_EXPERTS = (SAVED_PROJECTIONS, SAVED_ATTENDED, SAVED_MIDDLE, SAVED_ROUTING)
+SAVED_OUTSIDE_EXPERTS = (
+    SAVED_PROJECTIONS,
+    SAVED_ATTENDED,
+    SAVED_MIDDLE,
+    SAVED_ROUTING,
+    SAVED_ROUTED,
+)
 SAVED: dict[Remat, tuple[str, ...]] = {
-    "none": (*SAVED_OUTSIDE_EXPERTS, SAVED_PRODUCTS, SAVED_ARRIVED, SAVED_RETURNED),
+    "none": (
+        *SAVED_OUTSIDE_EXPERTS,
+        SAVED_BRANCHES,
+        SAVED_FEED_FORWARD,
+        SAVED_PRODUCTS,
+        SAVED_ARRIVED,
+        SAVED_RETURNED,
+    ),
     "experts": SAVED_OUTSIDE_EXPERTS,
     "layer": (),
 }
@@ -122,11 +142,13 @@ def block(
     """One layer: two residual additions."""
     normed = apply_norm(x_TD, params.attn_norm, params.attn_gnorm)
     branch = attend(normed, params.attn, context, is_global, config)
+    branch = checkpoint_name(branch, SAVED_BRANCHES)
     branch = convolve(branch, params.attn_conv, context, "attn")
     x_TD = checkpoint_name(x_TD + branch, SAVED_MIDDLE)
     normed = apply_norm(x_TD, params.mlp_norm, params.mlp_gnorm)
     valid = context.segments_BS.reshape(-1) >= 0
     branch, new_beta, metrics = feed_forward(normed, params, beta_E, valid, config, placement)
+    branch = checkpoint_name(branch, SAVED_BRANCHES)
     x_TD = x_TD + convolve(branch, params.mlp_conv, context, "mlp")
     return x_TD, (new_beta, metrics)
 
