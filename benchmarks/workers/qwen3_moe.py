@@ -103,13 +103,17 @@ def main() -> None:
     answer = {
         "experts": EXPERTS,
         "operators": operators(peer),
-        "matmul_flops_per_second": matmul_flops_per_second(20),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     print(json.dumps(answer), flush=True)
     for line in sys.stdin:
-        print(json.dumps([peer.step() for _ in range(json.loads(line)["steps"])]), flush=True)
+        request = json.loads(line)
+        if "products" in request:
+            found = matmul_flops_per_second(request["products"])
+        else:
+            found = [peer.step() for _ in range(request["steps"])]
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from portolan.model.conv import Neighbours, convolve, short_conv
 from portolan.model.kernels import choose_attention
 from portolan.model.norms import HEAD_NORM_EPSILON, rms_normalise
+from portolan.model.products import project
 from portolan.model.tree import Attention
 from portolan.shapes import ROPE_THETA, ModelConfig
 
@@ -119,7 +120,7 @@ def attend(
     # One product for everything that reads x.
     gates = [] if params.head_gate is None else [params.head_gate]
     joined = jnp.concatenate([params.wq, params.wk, params.wv, *gates], axis=1)
-    projected = checkpoint_name(x_TD @ joined.astype(dtype), SAVED_PROJECTIONS)
+    projected = checkpoint_name(project(x_TD, joined.astype(dtype)), SAVED_PROJECTIONS)
     ends = [heads * size, (heads + kv) * size, (heads + 2 * kv) * size]
     q, k, v, gate = jnp.split(projected, ends, axis=-1)
     k = convolve(k, params.k_conv, context, "k")
@@ -138,7 +139,7 @@ def attend(
     y = y.reshape(-1, heads, size)
     if params.head_gate is not None:
         y = gate_heads(y, gate)
-    return y.reshape(-1, heads * size) @ params.wo.astype(dtype)
+    return project(y.reshape(-1, heads * size), params.wo.astype(dtype))
 
 
 def _rotation(

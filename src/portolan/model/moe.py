@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from portolan.model.expert_rows import SAVED_ROUTED
 from portolan.model.norms import rms_norm, wide
 from portolan.model.placement import ONE_DEVICE, Placement
+from portolan.model.products import project
 from portolan.model.router import (
     RouterMetrics,
     measure,
@@ -62,7 +63,7 @@ def mixture(
     latent_down = [] if params.latent_down is None else [params.latent_down]
     joined = jnp.concatenate([params.router, *latent_down, *gates, *ups], axis=1)
     ends = [config.num_experts, config.num_experts + sum(m.shape[1] for m in latent_down)]
-    projected = checkpoint_name(x_TD @ joined.astype(dtype), SAVED_FEED_FORWARD)
+    projected = checkpoint_name(project(x_TD, joined.astype(dtype)), SAVED_FEED_FORWARD)
     logits_TE, latent, inner = jnp.split(projected, ends, axis=1)
     gate, up = jnp.split(inner, 2, axis=1)
     logits_TE = logits_TE.astype(wide(dtype))
@@ -93,7 +94,7 @@ def _leave_experts(
     dtype = routed_TR.dtype
     if latent_up is not None:
         both = jnp.concatenate([routed_TR, inner], axis=1)
-        return both @ jnp.concatenate([latent_up, *downs], axis=0).astype(dtype)
+        return project(both, jnp.concatenate([latent_up, *downs], axis=0).astype(dtype))
     if not downs:
         return routed_TR
     return routed_TR + inner @ jnp.concatenate(downs, axis=0).astype(dtype)

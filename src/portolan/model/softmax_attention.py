@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from portolan.model.norms import wide
 
-NUM_QUERY_BLOCKS = 2
-"""Each block of queries skips the keys after it: a quarter of the work saved with two."""
+MAX_QUERY_BLOCKS = 8
+"""Each block of queries skips the keys after it: with eight, 0.44 of the work is saved."""
+MIN_BLOCK_QUERIES = 32
 MAX_UNSHIFTED_SCORE = 60.0
 """Below it exp and its row sums fit float32 at any length; no running maximum is needed."""
 SAVED_ATTENDED = "attended"
@@ -19,7 +20,7 @@ SAVED_ATTENDED = "attended"
 
 def _query_blocks(length: int) -> list[slice]:
     """Blocks of queries; each sees only keys up to its own end."""
-    block = -(-length // NUM_QUERY_BLOCKS)
+    block = max(MIN_BLOCK_QUERIES, -(-length // MAX_QUERY_BLOCKS))
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
