@@ -1,11 +1,12 @@
 """The training step against transformers' Qwen3-MoE in torch, on one core and on two.
 
 Run `python benchmarks/train_step.py [--quick] [--only PART] [--json FILE] [--peer-python PYTHON]`.
-Each of the parts one-core, two-cores and pocket takes up to four minutes. Both sides train the same
-shape in float32 without dropped tokens, in processes of their own that take turns, pinned to the
-same cores, with the same allocator settings. A step is forward, backward and an AdamW optimizer,
-the peer's fused one; the optimizer is reported apart as well. The peer runs in a virtual
-environment that the first run makes in a cache folder, unless --peer-python names one.
+Parts: one-core takes about ten minutes, two-cores six, pocket four. Both sides train the same shape
+in float32 without dropped tokens, in processes of their own that take turns, pinned to the same
+cores, with the same allocator settings. A step is forward, backward and an AdamW optimizer, the
+peer's fused one; the optimizer is reported apart as well. The share of the matrix product is that
+of each round. The peer runs in a virtual environment that the first run makes in a cache folder,
+unless --peer-python names one.
 
 `ours` has every component of the model but the latent pair and the shared experts; `plain` also
 lacks what the peer lacks: gated norms, convolutions, head gates and exclusive attention. `default`
