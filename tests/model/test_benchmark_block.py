@@ -1,46 +1,21 @@
 """The block that `benchmarks/train_step.py` compares with its peer, against dense experts."""
 
+from importlib import import_module
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from portolan.model import kernels, placement, transformer
-from portolan.shapes import ModelConfig
 
-BLOCK = ModelConfig(
-    vocab_size=8192,
-    sequence_length=256,
-    width=256,
-    num_layers=8,
-    num_heads=4,
-    head_dim=64,
-    num_kv_heads_local=1,
-    num_kv_heads_global=1,
-    num_experts=32,
-    experts_per_token=4,
-    latent=False,
-    latent_norm=False,
-    latent_width=256,
-    expert_width=256,
-    num_shared_experts=0,
-    shared_width=256,
-    gated_norm=False,
-    gated_norm_rank=64,
-    conv_taps=4,
-    conv_sites=(),
-    head_gate=False,
-    exclusive_attention=False,
-    window=256,
-    global_every=4,
-    qk_multiplier=1.3,
-    qb_bins=1000,
-)
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def _every_expert(x_TR, weights_TK, experts, experts_TK):
     """Every expert computes every token; most of it is then multiplied by 0."""
-    hot_TKE = experts_TK[..., None] == jnp.arange(BLOCK.num_experts)
+    hot_TKE = experts_TK[..., None] == jnp.arange(len(experts.gate))
     weights_TE = jnp.sum(weights_TK[..., None] * hot_TKE, axis=1)
     gate, up = (jnp.einsum("tr,erf->tef", x_TR, one) for one in (experts.gate, experts.up))
     return jnp.einsum("tef,efr,te->tr", jax.nn.silu(gate) * up, experts.down, weights_TE)
@@ -52,21 +27,23 @@ DENSE = kernels.ExpertKernel(lambda experts_TK, *_: experts_TK, _every_expert)
 @pytest.mark.slow
 def test_float32_is_the_dense_model_in_float64(monkeypatch):
     """Loss to 1e-6 and gradients to 1e-5 of the largest entry of a leaf."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    block = import_module("train_step").PLAIN
     generator = np.random.default_rng(0)
-    tokens = generator.integers(0, BLOCK.vocab_size, (1, 256)).astype(np.int32)
+    tokens = generator.integers(0, block.vocab_size, (1, 256)).astype(np.int32)
     weights = np.ones((1, 256))
     weights[:, -1] = 0
-    params = transformer.init(BLOCK, 0)
+    params = transformer.init(block, 0)
 
     def differentiate(dtype):
         """Traced inside, so that each call has its own kernel."""
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        beta = jnp.zeros((BLOCK.num_layers, BLOCK.num_experts), dtype)
+        beta = jnp.zeros((block.num_layers, block.num_experts), dtype)
         batch = transformer.Batch(jnp.asarray(tokens), jnp.zeros_like(tokens), weights)
         program = jax.jit(
             jax.value_and_grad(
                 lambda params: transformer.loss(
-                    params, beta, batch, BLOCK, compute_dtype=jnp.dtype(dtype)
+                    params, beta, batch, block, compute_dtype=jnp.dtype(dtype)
                 )[0]
             ),
             compiler_options=transformer.CPU_COMPILER_OPTIONS,
