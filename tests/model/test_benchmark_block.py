@@ -39,7 +39,7 @@ def test_float32_is_the_dense_model_in_float64(monkeypatch):
         """Traced inside, so that each call has its own kernel."""
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         beta = jnp.zeros((block.num_layers, block.num_experts), dtype)
-        batch = transformer.Batch(jnp.asarray(tokens), jnp.zeros_like(tokens), weights)
+        batch = transformer.Batch(jnp.asarray(tokens), jnp.zeros_like(tokens), jnp.asarray(weights))
         program = jax.jit(
             jax.value_and_grad(
                 lambda params: transformer.loss(
